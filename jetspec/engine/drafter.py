@@ -50,11 +50,13 @@ class Drafter(Protocol):
     """The draft and build stages of a round."""
 
     tree: TreeConfig
-    tap_layers: tuple[int, ...]
+    tap_layers: tuple[int, ...] = ()
     """Target layers whose hidden states `observe` takes."""
 
     def prepare(self, requests: Sequence[Request]) -> None:
-        """Runs on the host before each round, for drafters that read the text."""
+        """Runs on the host before each round, for drafters that read the text. Others read device state only, so a
+        round can start before the host has read the last one."""
+        return None
 
     def draft(self, state: RoundState) -> Any:
         """Drafts tokens that may follow each anchor."""
@@ -64,20 +66,13 @@ class Drafter(Protocol):
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         """Takes committed tokens with their tapped hidden states."""
+        raise AssertionError("this drafter has no tap layers")
 
 
-class OnDevice:
-    """Base of drafters that read device state only, so a round can start before the host has read the last one."""
-
-    def prepare(self, requests: Sequence[Request]) -> None:
-        """Does nothing."""
-
-
-class NoDrafter(OnDevice):
+class NoDrafter(Drafter):
     """Plain decoding: the tree is the anchor."""
 
     tree = TreeConfig(budget=1)
-    tap_layers: tuple[int, ...] = ()
 
     def draft(self, state: RoundState) -> None:
         return None
@@ -85,11 +80,8 @@ class NoDrafter(OnDevice):
     def build(self, state: RoundState, drafted: None) -> DraftTree:
         return DraftTree.root(state.anchor_B)
 
-    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
-        raise AssertionError("this drafter has no tap layers")
 
-
-class HeadDrafter(OnDevice):
+class HeadDrafter(Drafter):
     """Drafts with a draft head of any kind."""
 
     def __init__(self, head: EngineHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
@@ -151,14 +143,13 @@ class Continuation:
     children: dict[int, int] = field(default_factory=dict)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Prompt lookup: continuations of earlier occurrences of the last tokens, merged into a tree.
 
     A match of n tokens weighs 4^n, so a long match outweighs many short ones. Weight never grows along a path, so the
     heaviest nodes form a tree. The host finds it before the round and uploads it.
     """
 
-    tap_layers: tuple[int, ...] = ()
     min_match = 2
     max_match = 8
     max_matches = 32
@@ -230,9 +221,6 @@ class NgramDrafter:
                 place[i] = len(kept)
                 kept.append(nodes[i])
         return [Continuation(n.token, place[n.parent], n.depth, n.weight) for n in kept]
-
-    def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
-        raise AssertionError("this drafter has no tap layers")
 
 
 def match_lengths(text: np.ndarray, longest: int) -> np.ndarray:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -32,7 +33,6 @@ from jetspec.types import (
     RoundStats,
     RoundTrace,
     SamplingParams,
-    TokenLogprob,
     TreeLimits,
     Update,
 )
@@ -83,10 +83,8 @@ class Engine:
         self.device = target.embedding.device
         self.uses_graphs = self._uses_graphs(config)
         self.overlap_rounds = self._overlap_rounds(drafter, config)
-        context = min(config.max_len or target.config.max_len, target.config.max_len)
         lookahead = self._lookahead(head, tree)
-        self.cache = self._make_cache(head, config, context, lookahead)
-        self.max_len = self._max_len(context, lookahead, tree)
+        self._make_cache(head, tree, config, lookahead)
         self.drafter = self._make_drafter(drafter, head, tree)
         self.round = Round(target, self.drafter, self.cache)
         self.graphs = GraphPool(self.device) if self.uses_graphs else None
@@ -143,7 +141,7 @@ class Engine:
         self.requests[request.id] = request
         if self.decode and (sampling.stop or not quiet):
             self.texts[request.id] = TextStream(self.decode, sampling.stop)
-        self.scheduler.add(request)
+        self.scheduler.waiting.append(request)
         return request.id
 
     @uninterrupted()
@@ -152,21 +150,14 @@ class Engine:
         tokens: Sequence[int],
         sampling: SamplingParams,
         count: int,
-        *,
-        limits: TreeLimits | None = None,
-        trace: bool = False,
-        quiet: bool = False,
-        cache_salt: str = "",
+        **options: Any,
     ) -> list[int]:
-        """Queues a prompt `count` times. With a prefix cache its full pages are computed once and shared.
-
-        Seeds are s, s + 1, .., so the first completion is that of a single request.
-        """
+        """Queues a prompt `count` times, with the options of `add`. With a prefix cache its full pages are computed
+        once and shared. Seeds are s, s + 1, .., so the first completion is that of a single request."""
         ids = []
         for i in range(count):
             seed = None if sampling.seed is None else (sampling.seed + i) % (1 << 63)
-            params = replace(sampling, seed=seed)
-            ids.append(self.add(tokens, params, limits=limits, trace=trace, quiet=quiet, cache_salt=cache_salt))
+            ids.append(self.add(tokens, replace(sampling, seed=seed), **options))
             if i and self.cache.pool.prefix_cache:
                 self.requests[ids[i]].prefix_leader = self.requests[ids[0]]
         return ids
@@ -206,7 +197,9 @@ class Engine:
         batch = self.scheduler.next_batch()
         if batch:
             if not self.decode_batch.is_of(batch):
-                self._set_decode_batch(batch)
+                self.decode_batch = DecodeBatch.of(batch)
+                for request in batch:
+                    self.decode_began.setdefault(request.id, self.clock())
             self.cache.flush()
             self.drafter.prepare(batch)
             self.in_flight.append(self.runner.launch_round(self.decode_batch))
@@ -229,12 +222,6 @@ class Engine:
         self.cache.reset_idle_row()
         for request in reversed(list(self.scheduler.running.values())):
             self.scheduler.preempt(request)
-
-    def _set_decode_batch(self, batch: list[Request]) -> None:
-        self.decode_batch = DecodeBatch.of(batch)
-        now = self.clock()
-        for request in batch:
-            self.decode_began.setdefault(request.id, now)
 
     def _prefill(self, chunks: list[tuple[Request, int]]) -> None:
         if not chunks:
@@ -259,7 +246,11 @@ class Engine:
             trace = self._trace(launched.result, i) if request.traced else None
             kept = self._append(request, tokens)
             request.num_cached += len(tokens)
-            logprobs = self._logprobs(request, launched.result, packed, kept)
+            logprobs = None
+            if request.sampling.logprobs is not None:
+                assert launched.result.logprobs is not None
+                logprobs = launched.result.logprobs.unpack(packed, kept, request.sampling.logprobs)
+                request.logprobs += logprobs
             request.stats.accepted_lengths.append(len(kept) - 1)
             completion, new = None, ""
             if request.finish_reason:
@@ -270,16 +261,6 @@ class Engine:
                 new = text.take()
             drafted, accepted = size - 1, len(tokens) - 1
             self.updates.append(Update(request.id, kept, new, completion, trace, logprobs, drafted, accepted))
-
-    def _logprobs(
-        self, request: Request, result: RoundResult, packed: list[float], kept: list[int]
-    ) -> list[TokenLogprob] | None:
-        if request.sampling.logprobs is None:
-            return None
-        assert result.logprobs is not None
-        new = result.logprobs.unpack(packed, kept, request.sampling.logprobs)
-        request.logprobs += new
-        return new
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
         """Appends committed tokens up to the one that ends the text. Returns those appended."""
@@ -375,16 +356,6 @@ class Engine:
         num_in_flight = head.head_config.num_in_flight(tree) if head else 1
         return max(tree.budget, num_in_flight, depth + 1) + self.overlap_rounds * (depth + 1)
 
-    def _max_len(self, context: int, lookahead: int, tree: TreeConfig) -> int:
-        """Longest sequence that fits into an otherwise empty cache, so that any admitted request can finish."""
-        num_pages = self.cache.pool.num_pages
-        max_len = min(context, num_pages * self.cache.page_size - lookahead)
-        if max_len < 2:
-            raise ValueError(
-                f"a cache of {num_pages} pages cannot hold a tree of {tree.budget} nodes; raise num_pages or cache_gb"
-            )
-        return max_len
-
     def _make_drafter(self, name: DrafterName, head: EngineHead | None, tree: TreeConfig) -> Drafter:
         if name == "none":
             return NoDrafter()
@@ -394,15 +365,26 @@ class Engine:
         head.prepare()
         return HeadDrafter(head, self.target, self.cache, tree)
 
-    def _make_cache(self, head: EngineHead | None, config: EngineConfig, context: int, lookahead: int) -> KVCache:
+    def _make_cache(self, head: EngineHead | None, tree: TreeConfig, config: EngineConfig, lookahead: int) -> None:
+        """Allocates the cache. `max_len` is the longest sequence that fits into it while it is otherwise empty, so that
+        any admitted request can finish."""
         models = [self.target.config] + ([head.config] if head else [])
-        dtype = self.target.embedding.dtype
-        feature_size = head.feature_size if head else 0
+        dtype, feature_size = self.target.embedding.dtype, head.feature_size if head else 0
+        context = min(config.max_len or self.target.config.max_len, self.target.config.max_len)
         num_pages, row_len = config.num_pages, context + lookahead
         if num_pages is None:
-            affordable = self._cache_bytes(config) // page_bytes(models, config.page_size, dtype, feature_size)
+            if config.cache_gb is None and self.device.type == "cuda":
+                num_bytes = torch.cuda.mem_get_info(self.device)[0] * GPU_CACHE_FRAC
+            else:
+                num_bytes = (CPU_CACHE_GB if config.cache_gb is None else config.cache_gb) * 2**30
+            affordable = int(num_bytes) // page_bytes(models, config.page_size, dtype, feature_size)
             num_pages = max(1, min(config.max_batch * -(-row_len // config.page_size), affordable))
-        return KVCache(
+        self.max_len = min(context, num_pages * config.page_size - lookahead)
+        if self.max_len < 2:
+            raise ValueError(
+                f"a cache of {num_pages} pages cannot hold a tree of {tree.budget} nodes; raise num_pages or cache_gb"
+            )
+        self.cache = KVCache(
             self.target.config,
             head.config if head else None,
             num_rows=config.max_batch,
@@ -415,10 +397,3 @@ class Engine:
             feature_size=feature_size,
             idle_len=max(lookahead, PrefillSizes.of(config).max_padding) if self.uses_graphs else 0,
         )
-
-    def _cache_bytes(self, config: EngineConfig) -> int:
-        if config.cache_gb is not None:
-            return int(config.cache_gb * 2**30)
-        if self.device.type == "cuda":
-            return int(torch.cuda.mem_get_info(self.device)[0] * GPU_CACHE_FRAC)
-        return int(CPU_CACHE_GB * 2**30)

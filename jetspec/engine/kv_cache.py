@@ -189,15 +189,12 @@ class KVCache:
         if idle_len:
             self.page_RP[num_rows, :idle_pages] = torch.arange(num_pages, num_pages + idle_pages)
         self.rows = RowTable(len(self.page_RP), target.vocab_size, device)
+        self.length_R = self.rows.length_R
         self.new_pages: dict[tuple[int, int], int] = {}
         """Page table entries, by row and index, that are not on the device yet."""
         self.pages_of: list[list[int]] = [[] for _ in range(num_rows)]
         self.starts_cache: dict[tuple[int, int], Tensor] = {}
         self.free_rows = list(range(num_rows - 1, -1, -1))
-
-    @property
-    def length_R(self) -> Tensor:
-        return self.rows.length_R
 
     def admit(self, request: Request, tokens_ahead: int) -> bool:
         """Gives a request a row, pages of its cached prefix, and pages for its other tokens and `tokens_ahead` more.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,7 @@ from jetspec.engine.engine import Engine, check_drafter
 from jetspec.gc_control import freeze_objects
 from jetspec.grammar.constraint import Grammars
 from jetspec.interrupt import uninterrupted
+from jetspec.models.decoder import Decoder
 from jetspec.models.head_format import shipped_head_name
 from jetspec.models.heads import Head, load_any_head
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
@@ -62,7 +64,7 @@ class LLM:
         target = load_target(model, choose_dtype(dtype, place), place)
         loaded, head = None, head or shipped_head(model)
         if head is not None and drafter in (None, "head"):
-            loaded = load_any_head(head, target.decoder.config, dtype=target.decoder.embedding.dtype, device=place)
+            loaded = _load_head(head, target.decoder)
         elif drafter in (None, "head") and (name := shipped_head_name(target.decoder.config)):
             print(f"a draft head fits this model: --head {name} (in Python: head={name!r})", file=sys.stderr)
         self._start(target, loaded, drafter, tree, engine or EngineConfig())
@@ -125,18 +127,15 @@ class LLM:
         self, drafter: DrafterName | None, tree: TreeConfig | None = None, *, engine: EngineConfig | None = None
     ) -> LLM:
         """Returns an LLM with the same weights and another drafter, tree or engine configuration."""
-        other = object.__new__(type(self))
-        other._start(self.target, self.head, drafter, tree or self.tree, engine or self.config)
-        return other
+        return self._with(self.head, drafter, tree or self.tree, engine or self.config)
 
     def with_head(self, head: str | Path) -> LLM:
         """Returns an LLM with the same target and another head."""
-        decoder = self.target.decoder
-        place, dtype = decoder.embedding.device, decoder.embedding.dtype
+        return self._with(_load_head(head, self.target.decoder), None, self.tree, self.config)
+
+    def _with(self, head: Head | None, drafter: DrafterName | None, tree: TreeConfig, config: EngineConfig) -> LLM:
         other = object.__new__(type(self))
-        other._start(
-            self.target, load_any_head(head, decoder.config, dtype=dtype, device=place), None, self.tree, self.config
-        )
+        other._start(self.target, head, drafter, tree, config)
         return other
 
     def generate(
@@ -149,26 +148,16 @@ class LLM:
         """Continues raw prompts (text or token ids) as one batch. Returns completions in order."""
         many: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         params = self._params(sampling, len(many))
-        encoded, engine = [self._encode(prompt) for prompt in many], self.engine
-        ids: list[int] = []
+        jobs = zip(range(len(many)), [self._encode(prompt) for prompt in many], params, strict=True)
         done: dict[int, Completion] = {}
-        try:
-            for tokens, param in zip(encoded, params, strict=True):
-                with uninterrupted():
-                    ids.append(engine.add(tokens, param))
-            followed = frozenset(ids)
-            with (
-                progress_bar(total=len(ids), desc="generating", unit="prompt", disable=not progress) as bar,
-                freeze_objects(len(ids)),
-            ):
-                while len(done) < len(ids):
-                    for update in self._updates(followed):
-                        if update.completion:
-                            done[update.request_id] = update.completion
-                            bar.update()
-        finally:
-            self._drop(ids)
-        return [done[request_id] for request_id in ids]
+        with (
+            progress_bar(total=len(many), desc="generating", unit="prompt", disable=not progress) as bar,
+            closing(self._run(jobs, len(many), quiet=False)) as results,
+        ):
+            for index, completion in results:
+                done[index] = completion
+                bar.update()
+        return [done[index] for index in range(len(many))]
 
     def complete(
         self, prompts: Iterable[tuple[K, Sequence[int], SamplingParams] | None]
@@ -178,15 +167,22 @@ class LLM:
         Prompts are pulled as the engine needs them. An iterable yields None while it has no prompt until another
         completion is consumed. `max_tokens` is clipped to the context.
         """
+        clipped = (prompt and (*prompt[:2], self.engine.clip(prompt[2])) for prompt in prompts)
+        return self._run(clipped, self.config.max_batch, quiet=True)
+
+    def _run(
+        self, prompts: Iterable[tuple[K, Sequence[int], SamplingParams] | None], most: int, quiet: bool
+    ) -> Generator[tuple[K, Completion]]:
+        """Yields completions as they finish, with at most `most` prompts in the engine."""
         source, engine = iter(prompts), self.engine
         keys: dict[int, K] = {}
         try:
-            with freeze_objects(self.config.max_batch):
+            with freeze_objects(most):
                 while True:
-                    while len(keys) < self.config.max_batch and (prompt := next(source, None)) is not None:
+                    while len(keys) < most and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt
                         with uninterrupted():
-                            keys[engine.add(tokens, engine.clip(sampling), quiet=True)] = key
+                            keys[engine.add(tokens, sampling, quiet=quiet)] = key
                     if not keys:
                         return
                     for update in self._updates(keys):
@@ -248,6 +244,10 @@ class LLM:
         if len(sampling) != count:
             raise ValueError(f"{count} prompts but {len(sampling)} sampling settings")
         return list(sampling)
+
+
+def _load_head(head: str | Path, target: Decoder) -> Head:
+    return load_any_head(head, target.config, dtype=target.embedding.dtype, device=target.embedding.device)
 
 
 def choose_device(name: str) -> torch.device:

@@ -36,16 +36,9 @@ class RowTable:
         self.tables = {t: torch.zeros(len(names), num_rows, dtype=t, device=device) for t, names in COLUMNS.items()}
         self.columns = {name: self.tables[t][i] for t, names in COLUMNS.items() for i, name in enumerate(names)}
         self.columns["top_p"].fill_(1)
+        self.length_R, self.anchor_R = self.columns["length"], self.columns["anchor"]
         self.changes: dict[str, dict[int, Any]] = defaultdict(dict)
         self.token_counts: TokenCounts | None = None
-
-    @property
-    def length_R(self) -> Tensor:
-        return self.columns["length"]
-
-    @property
-    def anchor_R(self) -> Tensor:
-        return self.columns["anchor"]
 
     def enter(self, request: Request) -> None:
         """Initializes the row of an admitted request."""
@@ -67,7 +60,7 @@ class RowTable:
         if sampling.is_penalized and self.token_counts is None:
             self.token_counts = TokenCounts(self.num_rows, self.vocab_size, self.device)
         if self.token_counts is not None:
-            self.token_counts.enter(request)
+            self.token_counts.entered[request.row] = request
 
     def limits(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
         """Tree budget and width of the given rows."""
@@ -105,11 +98,6 @@ class RowTable:
             any_filtered=features.filtered,
         )
 
-    def count(self, row_B: Tensor, token_BD1: Tensor, length_B: Tensor) -> None:
-        """Counts the committed tokens of a round."""
-        assert self.token_counts is not None
-        self.token_counts.commit(row_B, token_BD1, length_B)
-
     def penalties(self, row_B: Tensor) -> RowPenalties:
         """Penalties and biases of the given rows."""
         assert self.token_counts is not None
@@ -129,10 +117,7 @@ class TokenCounts:
         self.biased_RX = torch.zeros(num_rows, MAX_BIASED_TOKENS, dtype=torch.int64, device=device)
         self.bias_RX = torch.zeros(num_rows, MAX_BIASED_TOKENS, dtype=torch.float32, device=device)
         self.entered: dict[int, Request] = {}
-
-    def enter(self, request: Request) -> None:
-        """Resets the row of an admitted request at the next flush."""
-        self.entered[request.row] = request
+        """Admitted requests by row; the next flush resets these rows."""
 
     def flush(self) -> None:
         if not self.entered:

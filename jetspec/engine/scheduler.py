@@ -40,9 +40,6 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> None:
-        self.waiting.append(request)
-
     @uninterrupted()
     def next_chunks(self) -> list[tuple[Request, int]]:
         """Admits requests, and splits one chunk of prompt tokens among those in prefill."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jetspec.engine.engine import Engine
@@ -30,16 +30,10 @@ class WarmUpBatch:
 
 def warm_up_batches(engine: Engine, kinds: Sequence[SamplingParams] = KINDS) -> list[WarmUpBatch]:
     """One batch for every graph that requests of these kinds use; none for an engine without graphs."""
-    return [*_rounds(engine, kinds), *_prefills(engine)] if engine.uses_graphs else []
-
-
-def _rounds(engine: Engine, kinds: Sequence[SamplingParams]) -> Iterator[WarmUpBatch]:
-    """Prompts of one token need no prefill, so all of them take part in the first round."""
-    for sampling in kinds:
-        yield from (WarmUpBatch([[0]] * size, sampling) for size in engine.runner.batch_sizes)
-
-
-def _prefills(engine: Engine) -> Iterator[WarmUpBatch]:
-    """The last token of a prompt is not prefilled. First tokens differ, so no prompt reuses the pages of another."""
+    if not engine.uses_graphs:
+        return []
+    # Prompts of one token need no prefill, so all of them take part in the first round.
+    batches = [WarmUpBatch([[0]] * size, sampling) for sampling in kinds for size in engine.runner.batch_sizes]
+    # The last token of a prompt is not prefilled. First tokens differ, so no prompt reuses the pages of another.
     lengths = {min(size + 1, engine.max_len - 1) for size in engine.runner.prefill_sizes.tokens}
-    yield from (WarmUpBatch([[i] * length], KINDS[0]) for i, length in enumerate(sorted(lengths)))
+    return batches + [WarmUpBatch([[i] * length], KINDS[0]) for i, length in enumerate(sorted(lengths))]

@@ -196,12 +196,9 @@ class Server:
         handle = self.worker.submit(job)
         try:
             async with cancel_on_disconnect(request.receive, handle):
-                await asyncio.wait([handle.admitted])
-            if handle.admitted.cancelled():
-                raise client_disconnected()
-            handle.admitted.result()
+                await handle.wait_admitted()
         except BaseException:
-            self.worker.close(handle)
+            handle.close()
             raise
         if body.stream:
             has_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -240,7 +237,7 @@ class Server:
 
     def _close(self, handle: RequestHandle, response: AnyResponse, fields: dict[str, Any]) -> None:
         """Release a request and complete its log line."""
-        self.worker.close(handle)
+        handle.close()
         fields["answers"] = f"{len(response.completions)} of {handle.job.num_completions}"
         fields["prompt_tokens"] = handle.job.prompt_tokens
         fields["completion_tokens"], fields["rounds"] = handle.num_tokens, handle.num_rounds
@@ -272,7 +269,7 @@ async def cancel_on_disconnect(receive: Receive, handle: RequestHandle) -> Async
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        handle.cancel()
+        handle.close()
 
     watching = asyncio.create_task(watch())
     try:

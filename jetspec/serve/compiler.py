@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from jetspec.engine.llm import LLM
 from jetspec.grammar.compile_check import CompileChecker
@@ -29,13 +29,11 @@ MAX_FAILED, FAILED_S = 1024, 600.0
 """Number of too slow grammars that are remembered, and for how long: the machine may have been busy."""
 
 
-@dataclass(frozen=True, eq=False)
 class Waiter:
-    """A request that waits for the lock."""
+    """A request that waits for the lock, or has it."""
 
-    client: str
-    is_slow: bool
-    turn: asyncio.Future[None]
+    def __init__(self, client: str, is_slow: bool) -> None:
+        self.client, self.is_slow, self.turn = client, is_slow, asyncio.Event()
 
 
 class FairLock:
@@ -45,41 +43,37 @@ class FairLock:
     """
 
     def __init__(self) -> None:
-        self._is_taken = False
+        self._holder: Waiter | None = None
         self._waiters: list[Waiter] = []
         self._debts: dict[str, float] = {}
         """Client -> time until which it comes after others."""
 
     @asynccontextmanager
     async def hold(self, client: str, is_slow: bool = False) -> AsyncIterator[None]:
-        if self._is_taken:
-            await self._wait(Waiter(client, is_slow, asyncio.get_running_loop().create_future()))
-        self._is_taken = True
+        waiter = Waiter(client, is_slow)
+        self._waiters.append(waiter)
+        self._pass_on()
         try:
+            try:
+                async with asyncio.timeout(WAIT_S):
+                    await waiter.turn.wait()
+            except TimeoutError:
+                if waiter in self._waiters:  # else the turn came at the same moment
+                    # Each grammar before this one, and the current one, may use its whole time limit.
+                    retry_after = math.ceil((1 + self._in_order().index(waiter)) * COMPILE_S)
+                    why = "grammars of other requests are being compiled; try again later"
+                    raise ApiError(why, status=503, code="schemas_busy", retry_after=retry_after) from None
             yield
         finally:
-            self._release()
+            if self._holder is waiter:
+                self._holder = None
+            else:
+                self._waiters.remove(waiter)
+            self._pass_on()
 
     def charge(self, client: str, seconds: float) -> None:
         now = time.monotonic()
         self._debts[client] = max(self._debts.get(client, now), now) + DEBT * seconds
-
-    async def _wait(self, waiter: Waiter) -> None:
-        self._waiters.append(waiter)
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await waiter.turn
-        except BaseException as error:
-            if not waiter.turn.cancelled():  # the turn came at the same moment
-                self._release()
-            if isinstance(error, TimeoutError):
-                # Each grammar before this one, and the current one, may use its whole time limit.
-                retry_after = math.ceil((1 + self._in_order().index(waiter)) * COMPILE_S)
-                why = "grammars of other requests are being compiled; try again later"
-                raise ApiError(why, status=503, code="schemas_busy", retry_after=retry_after) from None
-            raise
-        finally:
-            self._waiters.remove(waiter)
 
     def _in_order(self) -> list[Waiter]:
         """The waiters, next one first; equal ones in order of arrival."""
@@ -87,11 +81,12 @@ class FairLock:
         self._debts = {client: until for client, until in self._debts.items() if until > now}
         return sorted(self._waiters, key=lambda one: (self._debts.get(one.client, now), one.is_slow))
 
-    def _release(self) -> None:
-        turns = [one.turn for one in self._in_order() if not one.turn.done()]
-        self._is_taken = bool(turns)
-        if turns:
-            turns[0].set_result(None)
+    def _pass_on(self) -> None:
+        """Give a free lock to the next waiter."""
+        if self._holder is None and self._waiters:
+            self._holder = self._in_order()[0]
+            self._waiters.remove(self._holder)
+            self._holder.turn.set()
 
 
 class Compiler:

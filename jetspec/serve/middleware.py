@@ -10,6 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from email.message import Message as Header
 from typing import Any, NoReturn
 
@@ -31,6 +32,8 @@ OPEN_PATHS = ("/", "/health")
 OPEN_FOLDER = "/static/"
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
 MAX_HEADERS = 32 << 10
+LINGER_S = 2.0
+"""Time for which a client that is still sending can read its error response."""
 REQUEST_ID = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MAX_FIELDS = 1 << 15
 """Fields of all objects in a body together; an empty object counts as one. Validating each takes microseconds."""
@@ -72,6 +75,8 @@ class Middleware:
         finally:
             request_fields.reset(token)
             exchange.finish(self._route(scope), self.on_response)
+        if not exchange.is_read:
+            await exchange.discard_body(receive)
 
     async def _run_checked(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope["exchange"]
@@ -183,7 +188,18 @@ class Exchange:
             headers["X-Content-Type-Options"] = "nosniff"
             if not self.is_read:  # the next request starts behind the unread rest of the body
                 headers["Connection"] = "close"
+        elif not self.is_read:
+            message = {**message, "more_body": True}
         await self._send(message)
+
+    async def discard_body(self, receive: Receive) -> None:
+        """Discard the rest of a body for a while, then end the response and with it the connection. To close at once
+        would reset it, and the client, still sending, could not read the response."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                while (await receive()).get("more_body"):
+                    pass
+        await self._send({"type": "http.response.body"})
 
     def finish(self, route: str, on_response: Callable[[str, int, float], None]) -> None:
         if self.scope.get("state", {}).get("cut_off"):  # set by the connection

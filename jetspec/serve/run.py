@@ -13,7 +13,7 @@ import uvicorn
 
 from jetspec.serve.app import Server
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.connection import Connection, max_connections
+from jetspec.serve.connection import Connection, connections_of, max_connections
 from jetspec.serve.errors import shutting_down
 from jetspec.serve.log import set_up_log
 from jetspec.serve.middleware import MAX_HEADERS
@@ -89,9 +89,8 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        for connection in list(self.server_state.connections):
-            if isinstance(connection, Connection):
-                connection.check_write_timeout(now)
+        for connection in connections_of(self.server_state):
+            connection.check_timeouts(now)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -22,8 +22,8 @@ MAX_DIGITS = 4300
 STRING = re.compile(r'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 CONTROL = re.compile(r"\\.|[\x00-\x1f]", re.DOTALL)
 """A control character, or an escape, which is left alone."""
-OUTSIDE_STRING = re.compile(rf'"|{END}')
-INSIDE_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)
+MARK = re.compile(rf'({BEGIN}|{END}|"|\\)')
+"""Tags, and the characters that begin and end a string of a call."""
 SPACE = re.compile(r"[ \t\n\r]*")
 
 
@@ -60,46 +60,8 @@ def template_arguments(text: str) -> dict[str, Any]:
     return arguments
 
 
-class CallScanner:
-    """Finds the closing tag of a call in text that arrives in pieces, in linear time.
-
-    A closing tag inside a JSON string of the call belongs to the string.
-    """
-
-    def __init__(self) -> None:
-        self._scanned: list[str] = []
-        self._rest = ""
-        """End of the text that may be the beginning of a tag or an escape."""
-        self._in_string = False
-
-    def push(self, text: str) -> tuple[str, str, str] | None:
-        """Returns (text before the tag, tag, text behind it), or None while the tag has not come."""
-        text, place = self._rest + text, 0
-        while True:
-            if self._in_string:
-                match = INSIDE_STRING.match(text, place)
-                assert match is not None, "the pattern matches the empty text"
-                place = match.end()
-                if not text.startswith('"', place):  # the text ends, perhaps with a backslash
-                    break
-                self._in_string, place = False, place + 1
-            found = OUTSIDE_STRING.search(text, place)
-            if found is None:
-                place = max(place, len(text) - overlap(text, (END,)))
-                break
-            if found[0] == END:
-                return "".join([*self._scanned, text[: found.start()]]), END, text[found.end() :]
-            self._in_string, place = True, found.end()
-        self._scanned.append(text[:place])
-        self._rest = text[place:]
-        return None
-
-    def whole(self) -> str:
-        return "".join([*self._scanned, self._rest])
-
-
 class ToolReader:
-    """Splits generated text, as it arrives, into content and tool calls.
+    """Splits generated text, as it arrives, into content and tool calls, in linear time.
 
     A call that is cut off or invalid stays content, tags included. A closing tag inside a string of a call belongs to
     the string, unless the string is never closed: then every tag closes a call.
@@ -108,8 +70,10 @@ class ToolReader:
     def __init__(self, in_call: bool = False) -> None:
         """`in_call`: the prompt ends with the opening tag."""
         self._rest = ""
-        """End of the content that may be the beginning of a tag."""
-        self._call = CallScanner() if in_call else None
+        """End of the text that may be the beginning of a tag."""
+        self._call: list[str] | None = [] if in_call else None
+        """Pieces of the call that is being read."""
+        self._in_string, self._is_escaped, self._ignores_strings = False, False, False
         self._opening = "" if in_call else BEGIN
         self._space = ""
         """White space between or behind calls: it is content only if other text follows."""
@@ -119,8 +83,10 @@ class ToolReader:
 
     def push(self, text: str, is_last: bool) -> tuple[str, list[FunctionCall]]:
         content, calls = "", list[FunctionCall]()
-        text, self._rest = self._rest + text, ""
-        for is_call, part, closing in self._parts(text, is_last):
+        text = self._rest + text
+        end = len(text) - (0 if is_last else overlap(text, (BEGIN, END)))
+        self._rest = text[end:]
+        for is_call, part, closing in self._parts(text[:end], is_last):
             found = read_calls(part) if is_call else []
             if found and self.num_calls + len(found) <= MAX_CALLS:
                 calls += found
@@ -129,7 +95,9 @@ class ToolReader:
                 content += self._opening + part + closing
                 self.is_cut = not closing
             else:
-                content, self._opening = content + part, BEGIN
+                content += part
+            if is_call:
+                self._opening = BEGIN
         content, self._space = self._space + content, ""
         if self.num_calls and content.isspace():
             content, self._space = "", content
@@ -137,26 +105,28 @@ class ToolReader:
 
     def _parts(self, text: str, is_last: bool) -> Iterator[tuple[bool, str, str]]:
         """Yields the complete parts: (is a call, text, closing tag)."""
-        is_broken = False
-        """A string is never closed."""
-        while True:
+        for piece in filter(None, MARK.split(text)):
             if self._call is None:
-                before, found, text = text.partition(BEGIN)
-                keep = 0 if found or is_last else overlap(before, (BEGIN,))
-                self._rest = before[len(before) - keep :]
-                yield False, before[: len(before) - keep], ""
-                if not found:
-                    return
-                self._call = CallScanner()
-            split = None if is_broken else self._call.push(text)
-            if split is None:
-                if not is_last:
-                    return
-                split = (text if is_broken else self._call.whole()).partition(END)
-                is_broken = True
-            before, found, text = split
-            self._call = None
-            yield True, before, found
+                if piece == BEGIN:
+                    self._call, self._in_string = [], False
+                else:
+                    yield False, piece, ""
+            elif piece == END and (self._ignores_strings or not self._in_string):
+                call, self._call = "".join(self._call), None
+                yield True, call, END
+            else:
+                self._call.append(piece)
+                if self._is_escaped:
+                    self._is_escaped = False
+                elif piece == "\\":
+                    self._is_escaped = self._in_string
+                elif piece == '"':
+                    self._in_string = not self._in_string
+        if is_last and self._call is not None:
+            call, closing, rest = "".join(self._call).partition(END)
+            self._call, self._ignores_strings = None, True
+            yield True, call, closing
+            yield from self._parts(rest, is_last)
 
 
 def read_calls(text: str) -> list[FunctionCall]:

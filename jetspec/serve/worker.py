@@ -14,11 +14,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
 from jetspec.engine.engine import Engine
 from jetspec.gc_control import freeze_objects
-from jetspec.serve.errors import ApiError, engine_failed, read_too_slowly, shutting_down
+from jetspec.serve.errors import ApiError, client_disconnected, engine_failed, read_too_slowly, shutting_down
 from jetspec.serve.log import log
 from jetspec.serve.metrics import Metrics
 from jetspec.types import SamplingParams, TreeLimits, Update
@@ -67,39 +67,37 @@ class RequestHandle:
         """Size of the unread updates, as `update_size` counts it."""
         self.loop = asyncio.get_running_loop()
         self.arrival_s = time.perf_counter()
-        self.admitted: asyncio.Future[None] = self.loop.create_future()
-        """Done once the engine has accepted or refused the job."""
-        self._queue: asyncio.Queue[tuple[int, Update] | ApiError | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[tuple[int, Update] | ApiError | Literal["admitted", "closed"]] = asyncio.Queue()
+        self.put = self._queue.put_nowait
         self._unread = self._unfinished = job.num_completions
         """Completions whose last update is not read, not generated."""
 
-    @property
-    def is_open(self) -> bool:
-        return self._unread > 0
+    async def wait_admitted(self) -> None:
+        """Wait until the engine has accepted the job. Raises ApiError if it was refused or the request is closed."""
+        item = await self._queue.get()
+        if item != "admitted":
+            raise item if isinstance(item, ApiError) else client_disconnected()
 
     async def updates(self) -> AsyncIterator[tuple[int, Update]]:
-        """Yields (completion index, update) until all completions are finished or the request is cancelled."""
-        while self.is_open:
+        """Yields (completion index, update) until all completions are finished or the request is closed."""
+        while self._unread > 0:
             item = await self._queue.get()
-            if item is None:
-                return
             if isinstance(item, ApiError):
                 raise item
+            if isinstance(item, str):
+                return
             index, update = item
             self._unread -= update.completion is not None
             self.num_unread -= update_size(update)
             yield index, update
 
-    def cancel(self) -> None:
-        if self.is_open:
+    def close(self) -> None:
+        """Release the request, finished or not."""
+        if self._unread > 0:
             self._unread = 0
-            self._queue.put_nowait(None)
-            self.admitted.cancel()
+            self.put("closed")
             self._worker.drop(self)
-
-    def admit(self) -> None:
-        if not self.admitted.done():
-            self.admitted.set_result(None)
+        self._worker.release(self)
 
     def deliver(self, updates: list[tuple[int, Update]]) -> None:
         for index, update in updates:
@@ -107,7 +105,7 @@ class RequestHandle:
             self.num_rounds += 1
             self.num_unread += update_size(update)
             self._unfinished -= update.completion is not None
-            self._queue.put_nowait((index, update))
+            self.put((index, update))
         if not self._unfinished:
             self._worker.on_finished(self)
 
@@ -116,13 +114,7 @@ class RequestHandle:
         while not self._queue.empty():
             self._queue.get_nowait()
         self.num_unread = 0
-        self._queue.put_nowait(error)
-
-    def fail(self, error: ApiError) -> None:
-        if not self.admitted.done():
-            self._unread = 0
-            self.admitted.set_exception(error)
-        self._queue.put_nowait(error)
+        self.put(error)
 
 
 def update_size(update: Update) -> int:
@@ -150,8 +142,8 @@ class EngineThread:
         self.max_batch, self.max_open = max_batch, max_batch + max_queue
         self.failure: BaseException | None = None
         self.is_stopping = False
-        self._open: dict[RequestHandle, int] = {}
-        """Unfinished requests -> number of completions. Used in the event loop only."""
+        self._open: dict[RequestHandle, None] = {}
+        """Unfinished requests. Used in the event loop only."""
         self._unread: dict[RequestHandle, None] = {}
         """Finished requests that are still being read, oldest first. They take no place in the queue, so a slow reader
         delays no other request; beyond `MAX_UNREAD` the oldest are discarded."""
@@ -173,7 +165,7 @@ class EngineThread:
 
     @property
     def num_open(self) -> int:
-        return sum(self._open.values())
+        return sum(handle.job.num_completions for handle in self._open)
 
     @property
     def is_ready(self) -> bool:
@@ -192,20 +184,19 @@ class EngineThread:
             raise ApiError(
                 "the queue is full; try again later", status=429, code="queue_full", retry_after=self._retry_after()
             )
-        self._open[handle] = count
+        self._open[handle] = None
         self._commands.put(partial(self._join, handle))
         return handle
 
-    def close(self, handle: RequestHandle) -> None:
-        """Release a request, finished or not."""
-        handle.cancel()
+    def release(self, handle: RequestHandle) -> None:
+        """Free the place of a request in the queue, and that of its unread updates."""
         self._open.pop(handle, None)
         self._unread.pop(handle, None)
 
     def abort_all(self, error: ApiError) -> None:
         for handle in list(self._open):
             self.drop(handle)
-            handle.fail(error)
+            handle.put(error)
 
     def drop(self, handle: RequestHandle) -> None:
         """Cancel a request in the engine."""
@@ -213,8 +204,9 @@ class EngineThread:
 
     def on_finished(self, handle: RequestHandle) -> None:
         """Free the places of a request whose completions are all generated."""
-        if self._open.pop(handle, None) is None:
+        if handle not in self._open:
             return
+        del self._open[handle]
         self._mean_s += MEAN_WEIGHT * (time.perf_counter() - handle.arrival_s - self._mean_s)
         self._unread[handle] = None
         while sum(handle.num_unread for handle in self._unread) > MAX_UNREAD:
@@ -239,7 +231,7 @@ class EngineThread:
             self.failure = error
             log.error("engine failed", exc_info=error)
             for sink in self._sinks.values():
-                self._call(sink.handle, sink.handle.fail, engine_failed())
+                self._call(sink.handle, sink.handle.put, engine_failed())
             self._sinks.clear()
             while command := self._commands.get():  # requests submitted meanwhile
                 command()
@@ -255,7 +247,7 @@ class EngineThread:
 
     def _join(self, handle: RequestHandle) -> None:
         if self.failure:
-            self._call(handle, handle.fail, engine_failed())
+            self._call(handle, handle.put, engine_failed())
             return
         job, ids = handle.job, list[int]()
         options: dict[str, Any] = {"limits": job.limits, "trace": job.trace, "cache_salt": job.cache_salt}
@@ -268,14 +260,14 @@ class EngineThread:
                 failed = ApiError("this request could not be started", status=500, code="request_failed")
             else:
                 failed = error if isinstance(error, ApiError) else ApiError(str(error))
-            self._call(handle, handle.fail, failed)
+            self._call(handle, handle.put, failed)
             for request_id in self.engine.requests.keys() - self._sinks.keys():
                 self.engine.cancel(request_id)
             return
         for index, request_id in enumerate(ids):
             self._sinks[request_id] = Sink(handle, index, handle.arrival_s)
         self.metrics.on_admission(job.prompt_tokens)
-        self._call(handle, handle.admit)
+        self._call(handle, handle.put, "admitted")
 
     def _cancel(self, handle: RequestHandle) -> None:
         for request_id in [id for id, sink in self._sinks.items() if sink.handle is handle]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -103,24 +104,32 @@ def test_prefix_hits_reduce_prefill_only(who: str) -> None:
     assert [c.stats.cached_tokens for c in cold_done] == [0, 0, 0, 0]
 
 
-def test_end_token_inside_a_path_ends_the_text() -> None:
-    expected = TRUTH[GREEDY][0]
-    eos = expected[9]
-    cut = expected[: expected.index(eos) + 1]
-    for right in (0.0, 1.0):
-        engine = use(make_engine(TARGET, eos_tokens=frozenset({eos})), Script(truth(GREEDY), right, budget=12))
-        done = run(engine, PROMPTS[:1], GREEDY)[0]
-        assert (done.token_ids, done.finish_reason) == (cut, "stop")
-    ignoring = replace(GREEDY, ignore_eos=True)
-    engine = make_engine(TARGET, eos_tokens=frozenset({eos}))
-    assert run(engine, PROMPTS[:1], ignoring)[0].token_ids == expected
+def letters(tokens: Sequence[int]) -> str:
+    return "".join(chr(ord("0") + t) for t in tokens)
 
 
-@pytest.mark.parametrize("limit", [1, 4, 7])
-def test_max_tokens_cuts_inside_a_path(limit: int) -> None:
-    engine = use(make_engine(TARGET), Script(truth(GREEDY), 1.0, budget=12))
-    done = run(engine, PROMPTS[:1], SamplingParams(max_tokens=limit))[0]
-    assert (done.token_ids, done.finish_reason) == (TRUTH[GREEDY][0][:limit], "length")
+@pytest.mark.parametrize("right", [0.0, 1.0])
+@pytest.mark.parametrize("end", ["end token", "ignored end token", "stop string", 1, 4, 7])
+def test_text_ends_inside_a_path(end: str | int, right: float) -> None:
+    """Where plain decoding ends: at an end token, a stop string or `max_tokens`."""
+    expected, sampling, reason = TRUTH[GREEDY][3], GREEDY, "length"
+    text, eos = letters(expected), frozenset({expected[9]}) if "end token" in str(end) else frozenset[int]()
+    if isinstance(end, int):
+        sampling = SamplingParams(max_tokens=end)
+        expected, text = expected[:end], text[:end]
+    elif end == "end token":
+        size, reason = expected.index(expected[9]) + 1, "stop"
+        expected, text = expected[:size], text[:size]
+    elif end == "stop string":
+        sampling, size, reason = replace(GREEDY, stop=("no such text", text[8:11])), text.find(text[8:11]), "stop"
+        expected, text = expected[: size + 3], text[:size]
+    else:
+        sampling = replace(GREEDY, ignore_eos=True)
+    engine = use(make_engine(TARGET, decode=letters, eos_tokens=eos), Script(truth(GREEDY), right, budget=12))
+    streamed: list[str] = []
+    (done,) = run(engine, [PROMPTS[3]], sampling, lambda _, updates: streamed.extend(u.text for u in updates))
+    assert (done.token_ids, done.text, done.finish_reason) == (expected, text, reason)
+    assert "".join(streamed) == text
 
 
 @pytest.mark.parametrize("who", ["none", "ngram", "head", "eagle3"])
@@ -128,25 +137,6 @@ def test_the_context_is_filled_to_its_last_position(who: str) -> None:
     engine = engine_of(TARGET, who, config=EngineConfig(max_len=24, page_size=5))
     done = run(engine, PROMPTS[:1], SamplingParams())[0]
     assert (done.token_ids, done.finish_reason) == (TRUTH[GREEDY][0][: 24 - 7], "length")
-
-
-def letters(tokens: object) -> str:
-    return "".join(chr(ord("0") + t) for t in tokens)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("right", [0.0, 1.0])
-def test_stop_strings_end_the_text_where_a_plain_decoder_would(right: float) -> None:
-    expected = TRUTH[GREEDY][3]
-    text = letters(expected)
-    stop = text[8:11]
-    end = text.find(stop)
-    engine = use(make_engine(TARGET, decode=letters), Script(truth(GREEDY), right, budget=12))
-    streamed: list[str] = []
-    sampling = SamplingParams(max_tokens=30, stop=("no such text", stop))
-    done = run(engine, [PROMPTS[3]], sampling, lambda _, updates: streamed.extend(u.text for u in updates))[0]
-    assert (done.text, done.finish_reason) == (text[:end], "stop")
-    assert done.token_ids == expected[: end + 3]
-    assert "".join(streamed) == done.text
 
 
 def test_statistics_are_consistent() -> None:
@@ -261,7 +251,21 @@ def test_a_small_pool_shortens_the_context_instead_of_hanging() -> None:
     assert (len(done.token_ids), done.finish_reason) == (19 - 7, "length")
 
 
-def test_head_drafter_needs_a_head() -> None:
+@pytest.mark.parametrize(
+    ("who", "tree", "config", "message"),
+    [
+        ("ngram", TreeConfig(budget=40), EngineConfig(page_size=4, num_pages=5), "num_pages"),
+        ("ngram", TreeConfig(), EngineConfig(overlap_rounds=1), "overlap_rounds"),
+        ("none", TreeConfig(), EngineConfig(execution="graph"), "execution"),
+        *((who, TreeConfig(expand="paper"), EngineConfig(), "expand and score") for who in ("ngram", "eagle3")),
+        *((who, TreeConfig(score="entropy"), EngineConfig(), "expand and score") for who in ("ngram", "eagle3")),
+    ],
+)
+def test_unusable_settings_are_refused(who: str, tree: TreeConfig, config: EngineConfig, message: str) -> None:
+    """A tree larger than the cache; n-gram drafts, which would continue an outdated text; graphs without a GPU;
+    settings of another drafter."""
+    with pytest.raises(ValueError, match=message):
+        engine_of(TARGET, who, tree, config)
     with pytest.raises(ValueError, match="drafter"):
         make_engine(TARGET, "head")
 
@@ -273,23 +277,8 @@ def test_float64_output_equals_plain_decoding() -> None:
     assert all(len(c.token_ids) == GREEDY.token_limit for c in done)
 
 
-def test_a_cache_too_small_for_one_tree_is_refused() -> None:
-    with pytest.raises(ValueError, match="num_pages"):
-        make_engine(TARGET, "ngram", tree=TreeConfig(budget=40), config=EngineConfig(page_size=4, num_pages=5))
-
-
-@pytest.mark.parametrize("who", ["ngram", "eagle3"])
-@pytest.mark.parametrize("tree", [TreeConfig(expand="paper"), TreeConfig(score="entropy")])
-def test_settings_of_another_drafter_are_refused(tree: TreeConfig, who: str) -> None:
-    with pytest.raises(ValueError, match="expand and score"):
-        engine_of(TARGET, who, tree)
-
-
-def test_ngram_rounds_never_overlap() -> None:
-    """Its drafts would continue an outdated text."""
+def test_ngram_rounds_of_the_anchor_alone_may_overlap() -> None:
     config = EngineConfig(page_size=4, overlap_rounds=1)
-    with pytest.raises(ValueError, match="overlap_rounds"):
-        make_engine(TARGET, "ngram", config=config)
     plain = make_engine(TARGET, "ngram", tree=TreeConfig(budget=1), config=config)
     assert [c.token_ids for c in run(plain, PROMPTS, GREEDY)] == TRUTH[GREEDY]
 

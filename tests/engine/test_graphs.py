@@ -62,11 +62,6 @@ def test_padding_never_makes_trees_smaller(max_batch: int, starts: list[int]) ->
         assert tree.at(next(size for size in sizes if size >= batch)) == tree.at(batch)
 
 
-def test_graphs_need_a_gpu() -> None:
-    with pytest.raises(ValueError, match="execution"):
-        make_engine(tiny_decoder(), config=EngineConfig(execution="graph"))
-
-
 @pytest.mark.parametrize(("who", "overlap_rounds"), [("none", 1), ("head", 0), ("head", 3), ("edge", 1), ("eagle3", 1)])
 def test_replayed_prefills_and_rounds_equal_plain_decoding(
     who: str, overlap_rounds: int, monkeypatch: pytest.MonkeyPatch

@@ -11,14 +11,14 @@ import torch
 
 from jetspec.config import DrafterName, EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk, PackedChunks
-from jetspec.engine.drafter import RoundState
+from jetspec.engine.drafter import Drafter, RoundState
 from jetspec.engine.engine import Engine
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jetspec.models.heads import Head
 from jetspec.tree import DraftTree
-from jetspec.types import Completion, Request, SamplingParams, TreeBatch, Update
+from jetspec.types import Completion, Request, SamplingParams, Update
 
 VOCAB = 48
 
@@ -61,14 +61,12 @@ def randomize(module: M, seed: int, spread: float) -> M:
     return module
 
 
-class Script:
+class Script(Drafter):
     """A drafter that is given the target's text and drafts a fraction of it correctly.
 
     Each tree holds the coming tokens as far as they are right, among wrong siblings and cousins, in an order that
     scatters the true path, so that verification and compaction have something to do.
     """
-
-    tap_layers: tuple[int, ...] = ()
 
     def __init__(self, truth: dict[tuple[int, ...], list[int]], right: float, budget: int, seed: int = 0) -> None:
         self.truth, self.right, self.lookahead, self.tree = truth, right, budget, TreeConfig(budget)
@@ -113,9 +111,6 @@ class Script:
             nodes += [(token, tip) for token in family]
             tip = first + family.index(t)
         return nodes
-
-    def observe(self, tap_TX: torch.Tensor, batch: TreeBatch) -> None:
-        raise AssertionError("nothing is tapped")
 
 
 def use(engine: Engine, drafter: Script) -> Engine:

@@ -7,7 +7,7 @@ import asyncio.events
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,25 @@ def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     assert lines[-1] == "data: [DONE]"
     for line in lines[:-1]:
         yield json.loads(line.removeprefix("data: "))
+
+
+def joined(chunks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Choices of a whole chat response, from the chunks of its stream."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        (part,) = chunk["choices"]
+        message = {"role": "assistant", "content": None, "refusal": None}
+        choice = choices.setdefault(part["index"], {"index": part["index"], "message": message, "logprobs": None})
+        message, delta = choice["message"], part["delta"]
+        if "content" in delta:
+            message["content"] = (message["content"] or "") + delta["content"]
+        if "tool_calls" in delta:
+            message["tool_calls"] = message.get("tool_calls", []) + delta["tool_calls"]
+        if part["logprobs"]:
+            known = choice["logprobs"] or {"content": []}
+            choice["logprobs"] = {"content": known["content"] + part["logprobs"]["content"]}
+        choice["finish_reason"] = part["finish_reason"]
+    return [choices[index] for index in sorted(choices)]
 
 
 @contextmanager

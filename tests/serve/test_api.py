@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -17,27 +16,54 @@ from jetspec.serve.builder import RequestBuilder
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import ApiError
 from jetspec.serve.protocol import ChatChunk, ChatCompletion, CompletionRequest, TextCompletion
-from jetspec.types import SamplingParams
-from tests.serve.live import NAME, Live, assert_error, events, streaming
+from jetspec.types import SamplingParams, TreeLimits, Update
+from tests.serve.live import NAME, Live, assert_error, events, joined, streaming
 
 PROMPTS = ["ab", "abcabcabc", "The sky", "ünïcödé 漢字 🙂", "z" * 50]
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
-@pytest.mark.parametrize("body", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "seed": 3}])
-def test_completions_are_those_of_the_engine(live: Live, alone: LLM, prompt: str, body: dict[str, Any]) -> None:
-    expected = alone.generate(prompt, SamplingParams(max_tokens=40, **body))[0]
-    whole = live.post(prompt=prompt, max_tokens=40, **body).json()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "seed": 3},
+        {"temperature": 1.0, "min_p": 0.01, "seed": 7, "n": 3},
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 2.0},
+        {"logit_bias": {65: 50.0, 66: -5.0}},
+        {"logprobs": 3, "ignore_eos": True},
+        {"logprobs": 0, "temperature": 0.8, "seed": 2},
+    ],
+)
+def test_completions_are_those_of_the_engine(live: Live, alone: LLM, options: dict[str, Any]) -> None:
+    """Whole and streamed, for every prompt; completions of one prompt have consecutive seeds."""
+    params, count = {name: value for name, value in options.items() if name != "n"}, options.get("n", 1)
+    seeds = [options["seed"] + i if "seed" in options else None for i in range(count)]
+    settings = [SamplingParams(**{**params, "max_tokens": 30, "seed": seed}) for seed in seeds]
+    expected = [alone.generate(prompt, sampling)[0] for prompt in PROMPTS for sampling in settings]
+    assert len({done.text for done in expected}) == len(expected)
+    body = {"prompt": PROMPTS, "max_tokens": 30, "temperature": 0, **options}
+    whole = live.post(**body).json()
     TextCompletion.model_validate(whole)
-    (choice,) = whole["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (expected.text, expected.finish_reason)
-    stats = expected.stats
-    assert whole["usage"]["completion_tokens"] == stats.completion_tokens
-    assert whole["usage"]["jetspec"] == {"rounds": stats.rounds, "tokens_per_round": stats.tokens_per_round}
-    with streaming(live, prompt=prompt, max_tokens=40, **body) as response:
-        pieces = [chunk["choices"][0]["text"] for chunk in events(response)]
-    assert "".join(pieces) == expected.text
+    stats = [done.stats for done in expected]
+    assert whole["usage"]["completion_tokens"] == sum(each.completion_tokens for each in stats)
+    assert whole["usage"]["jetspec"]["rounds"] == sum(each.rounds for each in stats)
+    with streaming(live, **body) as response:
+        parts = [chunk["choices"][0] for chunk in events(response)]
+    for choice, done in zip(whole["choices"], expected, strict=True):
+        assert (choice["text"], choice["finish_reason"]) == (done.text, done.finish_reason)
+        mine = [part for part in parts if part["index"] == choice["index"]]
+        assert "".join(part["text"] for part in mine) == done.text
+        if done.logprobs is None:
+            assert choice["logprobs"] is None
+            continue
+        shown = [entry.logprob for entry in done.logprobs if entry.token < 256]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(shown, abs=1e-4)
+        assert all(len(top) <= options["logprobs"] for top in choice["logprobs"]["top_logprobs"])
+        for name in ("tokens", "token_logprobs", "text_offset"):
+            streamed = [value for part in mine for value in part["logprobs"][name]]
+            assert streamed == pytest.approx(choice["logprobs"][name], abs=1e-4)
 
 
 def test_chat_uses_the_template(live: Live, alone: LLM) -> None:
@@ -50,40 +76,25 @@ def test_chat_uses_the_template(live: Live, alone: LLM) -> None:
     assert same["choices"] == whole["choices"]
 
 
-def test_stream_adds_up_to_the_whole_response(live: Live) -> None:
-    whole = live.chat(max_tokens=40, temperature=0).json()
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(events(live.chat(max_tokens=40, temperature=0, **options)))
-    for chunk in chunks:
+@pytest.mark.parametrize("options", [{}, {"logprobs": True, "top_logprobs": 2}, {"n": 2, "seed": 1, "temperature": 1}])
+def test_stream_adds_up_to_the_whole_response(live: Live, options: dict[str, Any]) -> None:
+    body = {"max_tokens": 40, "temperature": 0, **options}
+    whole = live.chat(**body).json()
+    *pieces, last = events(live.chat(**body, stream=True, stream_options={"include_usage": True}))
+    for chunk in (*pieces, last):
         ChatChunk.model_validate(chunk)
-    *pieces, last = chunks
+    assert joined(pieces) == whole["choices"]
     roles = [chunk["choices"][0]["delta"].get("role") for chunk in pieces]
-    assert roles == ["assistant"] + [None] * (len(pieces) - 1)
-    assert (
-        "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in pieces)
-        == (whole["choices"][0]["message"]["content"])
-    )
-    finishes = [chunk["choices"][0].get("finish_reason") for chunk in pieces]
-    assert finishes == [None] * (len(pieces) - 1) + [whole["choices"][0]["finish_reason"]]
-    assert last["choices"] == []
-    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
-    assert len({chunk["id"] for chunk in chunks}) == 1
-
-
-def test_completions_of_a_request_have_consecutive_seeds(live: Live, alone: LLM) -> None:
-    body = {"prompt": ["ab", "cd"], "n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 12}
-    texts = [choice["text"] for choice in live.post(**body).json()["choices"]]
-    expected = [
-        alone.generate(prompt, SamplingParams(temperature=1.0, seed=seed, max_tokens=12))[0].text
-        for prompt in ("ab", "cd")
-        for seed in (7, 8, 9)
-    ]
-    assert texts == expected and len(set(texts)) > 1
-    with streaming(live, **body) as response:
-        streamed = [""] * 6
-        for chunk in events(response):
-            streamed[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-    assert streamed == expected
+    assert set(roles[: options.get("n", 1)]) == {"assistant"} and not any(roles[options.get("n", 1) :])
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert len({chunk["id"] for chunk in (*pieces, last)}) == 1
+    for choice in whole["choices"] if "logprobs" in options else []:
+        content = choice["logprobs"]["content"]
+        text = bytes(byte for entry in content for byte in entry["bytes"]).decode(errors="replace")
+        assert text == choice["message"]["content"]
+        for entry in content:
+            best, second = entry["top_logprobs"]
+            assert entry["logprob"] == pytest.approx(best["logprob"], abs=1e-5) and best["logprob"] >= second["logprob"]
 
 
 def test_prompt_may_be_token_ids(live: Live, alone: LLM) -> None:
@@ -107,27 +118,28 @@ def test_text_ends_before_a_stop_string(live: Live, prompt: str) -> None:
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_traces_have_every_round(live: Live) -> None:
-    """Tokens of all rounds are the text, accepted paths are paths of the trees, and limits hold."""
-    body = {"prompt": "abcabcabcabc", "max_tokens": 40, "temperature": 0}
-    text = live.post(**body).json()["choices"][0]["text"]
-    for limits in ({}, {"budget": 4}, {"width": 1}, {"budget": 1}):
-        with streaming(live, **body, jetspec={"trace": True, **limits}) as response:
-            rounds = [chunk["jetspec"] for chunk in events(response)]
-        assert [r["round"] for r in rounds] == list(range(1, len(rounds) + 1))
-        tokens = [token for r in rounds for token in r["tokens"]]
-        assert len(tokens) == 40
-        if "\ufffd" not in text:
-            assert "".join(token["text"] for token in tokens) == text
-        for r in rounds:
-            tree = r["tree"]
-            assert len(tree["tokens"]) == len(tree["parents"]) == len(tree["scores"]) <= limits.get("budget", 8)
-            assert all(tree["parents"][below] == above for above, below in pairwise(tree["path"]))
-            assert [token["depth"] for token in r["tokens"]] == list(range(1, len(r["tokens"]) + 1))
-            assert len(r["tokens"]) <= len(tree["path"])
-        if limits.get("budget") == 1:
-            assert len(rounds) == 40
-    assert rounds[-1]["tokens_per_s"] > 0
+@pytest.mark.parametrize("limits", [{}, {"budget": 4}, {"width": 1}, {"budget": 1}])
+def test_traces_are_those_of_the_engine(live: Live, alone: LLM, limits: dict[str, int]) -> None:
+    prompt, sampling = alone.tokenizer.encode("abcabcabcabc", add_special=True), SamplingParams(max_tokens=40)
+    tree = TreeLimits(limits.get("budget", 8), limits.get("width", 4))
+    alone.engine.add(prompt, sampling, limits=tree, trace=True)
+    expected = list[Update]()
+    while alone.engine.has_work:
+        expected += alone.engine.step()
+    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "jetspec": {"trace": True, **limits}}
+    with streaming(live, **body) as response:
+        rounds = [chunk["jetspec"] for chunk in events(response)]
+    assert [r["round"] for r in rounds] == list(range(1, len(rounds) + 1)) and rounds[-1]["tokens_per_s"] > 0
+    text = alone.tokenizer.token_text
+    for r, update in zip(rounds, expected, strict=True):
+        trace, tree = update.trace, r["tree"]
+        assert trace is not None and tree["tokens"] == [text(token) for token in trace.tokens]
+        assert (tree["parents"], tree["path"], tree["bonus"]) == (trace.parents, trace.path, text(trace.bonus))
+        assert tree["scores"] == pytest.approx(trace.scores, abs=1e-4)
+        assert [token["depth"] for token in r["tokens"]] == list(range(1, len(update.token_ids) + 1))
+        drafts = [trace.logprobs[node] for node in trace.path[1:]][: len(update.token_ids)]
+        found = [token["draft_logprob"] for token in r["tokens"] if "draft_logprob" in token]
+        assert found == pytest.approx(drafts, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Response formats, tools, log-probabilities, penalties, biases and cache salts over HTTP."""
+"""Response formats, tools and cache salts over HTTP."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from jetspec.engine.llm import LLM
 from jetspec.serve.config import ServeConfig
-from jetspec.types import SamplingParams
 from tests.grammar.test_compile_check import COUNTED
-from tests.serve.live import NAME, Live, assert_error, events, schema_format, streaming, tiny_llm
+from tests.serve.live import NAME, Live, assert_error, events, joined, schema_format, tiny_llm
 
 HARD = "é漢字🙂\u200d🔥ﬀ"
 """Characters of two to four bytes; the tiny model's tokens are bytes."""
@@ -56,14 +54,14 @@ def tooled(folder: Path) -> Iterator[Live]:
 
 
 def test_chunks_have_whole_characters(live: Live) -> None:
-    form = schema_format({"const": HARD})
-    chunks = list(events(live.chat(response_format=form, temperature=0, stream=True, max_tokens=200)))
-    pieces = [chunk["choices"][0]["delta"].get("content", "") for chunk in chunks]
-    assert json.loads("".join(pieces)) == HARD
-    assert len([piece for piece in pieces if piece]) > 3 and not any("\ufffd" in piece for piece in pieces)
-    cut = list(events(live.chat(response_format=form, temperature=0, stream=True, max_tokens=200, stop=["字🙂"])))
-    streamed = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in cut)
-    assert streamed == '"é漢' and cut[-1]["choices"][0]["finish_reason"] == "stop"
+    body = {"response_format": schema_format({"const": HARD}), "temperature": 0, "stream": True, "max_tokens": 200}
+    chunks = list(events(live.chat(**body)))
+    pieces = [chunk["choices"][0]["delta"].get("content") for chunk in chunks]
+    assert len([piece for piece in pieces if piece]) > 3 and not any("\ufffd" in (piece or "") for piece in pieces)
+    (choice,) = joined(chunks)
+    assert json.loads(choice["message"]["content"]) == HARD
+    (cut,) = joined(events(live.chat(**body, stop=["字🙂"])))
+    assert (cut["message"]["content"], cut["finish_reason"]) == ('"é漢', "stop")
 
 
 @pytest.mark.parametrize("temperature", [0, 1.3])
@@ -118,16 +116,10 @@ def test_schemas_of_all_tools_are_bounded_together(tooled: Live) -> None:
 def test_forced_call_follows_its_schema(tooled: Live, choice: Any, stream: bool) -> None:
     body = {"tools": [WEATHER, CLOCK], "tool_choice": choice, "temperature": 0.9, "seed": 1, "max_tokens": 120}
     response = tooled.chat(**body, stream=stream)
-    if stream:
-        chunks = list(events(response))
-        calls = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", [])]
-        finish = chunks[-1]["choices"][0]["finish_reason"]
-        assert not any(chunk["choices"][0]["delta"].get("content") for chunk in chunks)
-    else:
-        choice_found = response.json()["choices"][0]
-        calls, finish = choice_found["message"]["tool_calls"], choice_found["finish_reason"]
-    (call,) = calls
-    assert finish == "tool_calls" and call["id"].startswith("call_") and call.get("index") == (0 if stream else None)
+    (made,) = joined(events(response)) if stream else response.json()["choices"]
+    (call,) = made["message"]["tool_calls"]
+    assert not made["message"]["content"] and made["finish_reason"] == "tool_calls"
+    assert call["id"].startswith("call_") and call.get("index") == (0 if stream else None)
     if choice != "required" or call["function"]["name"] == "weather":
         arguments = json.loads(call["function"]["arguments"])
         assert arguments["town"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
@@ -264,50 +256,6 @@ def test_template_options_need_a_template_that_uses_them(tooled: Live, monkeypat
 )
 def test_unsupported_tools_are_refused_by_name(tooled: Live, body: dict[str, Any], param: str) -> None:
     assert_error(tooled.chat(**body), 400, param)
-
-
-@pytest.mark.parametrize("temperature", [0, 0.8])
-def test_logprobs_are_those_of_the_engine(live: Live, alone: LLM, temperature: float) -> None:
-    sampling = SamplingParams(temperature=temperature, seed=2, max_tokens=12, logprobs=3, ignore_eos=True)
-    expected = alone.generate("ab", sampling)[0]
-    assert expected.logprobs is not None
-    body = {"temperature": temperature, "seed": 2, "max_tokens": 12, "logprobs": 3, "ignore_eos": True}
-    found = live.post(**body).json()["choices"][0]["logprobs"]
-    shown = [entry for entry in expected.logprobs if entry.token < 256]
-    assert found["token_logprobs"] == pytest.approx([entry.logprob for entry in shown], abs=1e-4)
-    assert all(len(top) <= 3 for top in found["top_logprobs"])
-    with streaming(live, **body) as response:
-        pieces = [chunk["choices"][0]["logprobs"] for chunk in events(response)]
-    for name in ("tokens", "token_logprobs", "text_offset"):
-        assert [value for piece in pieces for value in piece[name]] == pytest.approx(found[name], abs=1e-4)
-
-
-def test_chat_logprobs_add_up_to_the_text(live: Live) -> None:
-    body = {"logprobs": True, "top_logprobs": 2, "temperature": 0, "max_tokens": 20}
-    choice = live.chat(**body).json()["choices"][0]
-    content = choice["logprobs"]["content"]
-    text = bytes(byte for entry in content for byte in entry["bytes"]).decode(errors="replace")
-    assert text == choice["message"]["content"]
-    for entry in content:
-        best, second = entry["top_logprobs"]
-        assert entry["logprob"] == pytest.approx(best["logprob"], abs=1e-5) and best["logprob"] >= second["logprob"]
-    streamed = [chunk["choices"][0] for chunk in events(live.chat(**body, stream=True))]
-    entries = [entry for choice in streamed for entry in (choice["logprobs"] or {"content": []})["content"]]
-    assert [entry["token"] for entry in entries] == [entry["token"] for entry in content]
-    assert live.chat(max_tokens=2).json()["choices"][0]["logprobs"] is None
-
-
-def test_penalties_and_biases_act_as_in_the_engine(live: Live, alone: LLM) -> None:
-    plain = live.post(temperature=0, max_tokens=30).json()["choices"][0]["text"]
-    bias = {65: 50.0, 66: -5.0}
-    changes: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"presence_penalty": 1.5}, {"presence_penalty": 1.5}),
-        ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
-        ({"logit_bias": {str(token): value for token, value in bias.items()}}, {"logit_bias": bias}),
-    ]
-    for body, params in changes:
-        text = live.post(temperature=0, max_tokens=30, **body).json()["choices"][0]["text"]
-        assert text == alone.generate("ab", SamplingParams(max_tokens=30, **params))[0].text != plain
 
 
 def test_prefixes_are_shared_within_a_key_and_salt_only(folder: Path) -> None:

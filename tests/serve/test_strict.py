@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from jetspec.grammar.tools import BEGIN, END
 from jetspec.serve.config import ServeConfig
-from tests.serve.live import NAME, Live, assert_error, events, tiny_llm
+from tests.serve.live import NAME, Live, assert_error, events, joined, tiny_llm
 from tests.serve.test_forms import CLOCK, TOOL_TEMPLATE
 from tests.train.tiny_model import END_TOKEN, write_model
 
@@ -137,14 +137,7 @@ def test_calls_do_not_depend_on_tree_or_stream(calling: Live, temperature: float
     options = {"temperature": temperature, "n": 3}
     choices = ask(calling, [STRICT, CLOCK], **options)
     assert are_same(choices, ask(calling, [STRICT, CLOCK], **options, jetspec={"budget": 1}))
-    answer = [{"index": i, "message": {"content": "", "tool_calls": []}, "finish_reason": None} for i in range(3)]
-    for chunk in events(calling.chat(tools=[STRICT, CLOCK], stream=True, **{**MANY, **options})):
-        (part,) = chunk["choices"]
-        message = answer[part["index"]]["message"]
-        message["content"] += part["delta"].get("content", "")
-        message["tool_calls"] += part["delta"].get("tool_calls", [])
-        answer[part["index"]]["finish_reason"] = part["finish_reason"]
-    assert are_same(choices, answer)
+    assert are_same(choices, joined(events(calling.chat(tools=[STRICT, CLOCK], stream=True, **{**MANY, **options}))))
 
 
 def are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
