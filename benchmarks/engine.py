@@ -33,7 +33,7 @@ from jetspec.config import BatchTree, EngineConfig, TreeConfig
 from jetspec.engine.drafter import OnDevice, RoundState
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import DTYPES, GPU_TREE, choose_device
-from jetspec.engine.sizes import batch_sizes
+from jetspec.engine.runner import batch_sizes
 from jetspec.engine.warm_up import warm_up_batches
 from jetspec.files import check_writable
 from jetspec.models.decoder import Decoder

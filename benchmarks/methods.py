@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from benchmarks.recipe import HeadKind, MethodConfig
 from jetspec.config import EngineConfig
 from jetspec.engine.llm import LLM
-from jetspec.engine.sizes import batch_sizes
+from jetspec.engine.runner import batch_sizes
 from jetspec.models.head_folder import nested_head
 from jetspec.models.hub import HUGGING_FACE_ID, head_path, resolve
 from jetspec.profile.timing import without_capture

@@ -30,7 +30,7 @@ from benchmarks.load import GIVEN_UP, Load, Message, Part, read_chats, send_load
 from benchmarks.options import DEFAULT, Device, Dtype, Model, RecordFile, examples, numbers, with_options
 from benchmarks.servers import COMPLETIONS, LEFT, STREAMED, ServerProcess, Timing, connect, follow
 from jetspec.engine.llm import choose_device, choose_dtype
-from jetspec.engine.sizes import batch_sizes
+from jetspec.engine.runner import batch_sizes
 from jetspec.record import current_commit, write_record
 
 HANG_UPS = 0.1

@@ -19,9 +19,8 @@ from jetspec.engine.detokenize import Decode, TextStream
 from jetspec.engine.drafter import Drafter, HeadDrafter, NgramDrafter, NoDrafter
 from jetspec.engine.kv_cache import KVCache, page_bytes
 from jetspec.engine.round import Round, RoundResult
-from jetspec.engine.runner import DecodeBatch, Launched, RoundRow, Runner
+from jetspec.engine.runner import DecodeBatch, Launched, PrefillSizes, RoundRow, Runner
 from jetspec.engine.scheduler import Scheduler
-from jetspec.engine.sizes import PrefillSizes
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import EngineHead

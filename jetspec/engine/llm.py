@@ -152,11 +152,12 @@ class LLM:
         done: dict[int, Completion] = {}
         with (
             progress_bar(total=len(many), desc="generating", unit="prompt", disable=not progress) as bar,
-            closing(self._run(jobs, len(many), quiet=False)) as results,
+            closing(self._run(jobs, len(many))) as results,
         ):
-            for index, completion in results:
-                done[index] = completion
-                bar.update()
+            for index, update in results:
+                if update.completion:
+                    done[index] = update.completion
+                    bar.update()
         return [done[index] for index in range(len(many))]
 
     def complete(
@@ -168,12 +169,18 @@ class LLM:
         completion is consumed. `max_tokens` is clipped to the context.
         """
         clipped = (prompt and (*prompt[:2], self.engine.clip(prompt[2])) for prompt in prompts)
-        return self._run(clipped, self.config.max_batch, quiet=True)
+        with closing(self._run(clipped, self.config.max_batch, quiet=True)) as results:
+            yield from ((key, update.completion) for key, update in results if update.completion)
 
     def _run(
-        self, prompts: Iterable[tuple[K, Sequence[int], SamplingParams] | None], most: int, quiet: bool
-    ) -> Generator[tuple[K, Completion]]:
-        """Yields completions as they finish, with at most `most` prompts in the engine."""
+        self,
+        prompts: Iterable[tuple[K, Sequence[int], SamplingParams] | None],
+        most: int,
+        *,
+        quiet: bool = False,
+        trace: bool = False,
+    ) -> Generator[tuple[K, Update]]:
+        """Yields the updates of prompts, at most `most` of which are in the engine at a time."""
         source, engine = iter(prompts), self.engine
         keys: dict[int, K] = {}
         try:
@@ -182,12 +189,11 @@ class LLM:
                     while len(keys) < most and (prompt := next(source, None)) is not None:
                         key, tokens, sampling = prompt
                         with uninterrupted():
-                            keys[engine.add(tokens, sampling, quiet=quiet)] = key
+                            keys[engine.add(tokens, sampling, quiet=quiet, trace=trace)] = key
                     if not keys:
                         return
                     for update in self._updates(keys):
-                        if update.completion:
-                            yield keys.pop(update.request_id), update.completion
+                        yield keys.pop(update.request_id) if update.completion else keys[update.request_id], update
         finally:
             self._drop(keys)
 
@@ -199,17 +205,9 @@ class LLM:
         self, prompt: Prompt, sampling: SamplingParams | None = None, *, trace: bool = False
     ) -> Iterator[Update]:
         """Yields one update per round; the last one has the completion. `trace` adds the tree of each round."""
-        encoded, engine, ids = self._encode(prompt), self.engine, list[int]()
-        try:
-            with uninterrupted():
-                ids.append(engine.add(encoded, sampling or SamplingParams(), trace=trace))
-            while True:
-                for update in self._updates(ids):
-                    yield update
-                    if update.completion:
-                        return
-        finally:
-            self._drop(ids)
+        job = (0, self._encode(prompt), sampling or SamplingParams())
+        with closing(self._run([job], 1, trace=trace)) as results:
+            yield from (update for _, update in results)
 
     def stream_chat(
         self, messages: Messages, sampling: SamplingParams | None = None, *, trace: bool = False

@@ -91,8 +91,9 @@ class Round:
 
     def report(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance) -> RoundResult:
         """Collects the results. Committed tokens are counted for penalties."""
-        if counts := self.cache.rows.token_counts if state.features.penalized else None:
-            counts.commit(state.row_B, verdict.token_BD1, verdict.length_B)
+        if state.features.penalized:
+            assert self.cache.rows.token_counts is not None
+            self.cache.rows.token_counts.commit(state.row_B, verdict.token_BD1, verdict.length_B)
         logprobs = PathLogprobs.of(logits_BNV, verdict) if state.features.logprobs else None
         return RoundResult(tree, verdict, logprobs)
 

@@ -143,13 +143,17 @@ class Connection(H11Protocol):
     def is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
+    @property
+    def is_evictable(self) -> bool:
+        return self.is_idle or self.scope["state"].get("is_refused", False)
+
     def _evict_idle(self) -> None:
         """Close the connection that has been idle longest, or this one if no other is idle.
 
         A client that sends its request at once is served however many connections another one opens.
         """
         others = [other for other in connections_of(self.server_state) if other is not self]
-        idle = [other for other in others if other.is_idle and not other.transport.is_closing()]
+        idle = [other for other in others if other.is_evictable and not other.transport.is_closing()]
         (min(idle, key=lambda other: other._deadline_s) if idle else self).transport.abort()
 
     def _update_deadline(self) -> None:

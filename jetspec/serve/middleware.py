@@ -195,6 +195,7 @@ class Exchange:
     async def discard_body(self, receive: Receive) -> None:
         """Discard the rest of a body for a while, then end the response and with it the connection. To close at once
         would reset it, and the client, still sending, could not read the response."""
+        self.scope.get("state", {})["is_refused"] = True  # read by the connection
         with suppress(TimeoutError):
             async with asyncio.timeout(LINGER_S):
                 while (await receive()).get("more_body"):

@@ -22,9 +22,8 @@ from benchmarks.lossless import READINGS, FreshPass, Texts, cached, find_differe
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache
-from jetspec.engine.runner import Launched
+from jetspec.engine.runner import Launched, PrefillSizes
 from jetspec.engine.scheduler import Scheduler
-from jetspec.engine.sizes import PrefillSizes
 from jetspec.types import Request
 from tests.benchmarks.tiny_bench import invoke
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head

@@ -23,7 +23,7 @@ from jetspec.capture import GraphPool
 from jetspec.config import BatchTree, EngineConfig, Score, TreeConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import GPU_TREE
-from jetspec.engine.sizes import batch_sizes
+from jetspec.engine.runner import batch_sizes
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.types import SamplingParams

@@ -15,7 +15,7 @@ from torch import Tensor
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.chunk import Chunk, PackedChunks, pad
 from jetspec.engine.engine import Engine
-from jetspec.engine.sizes import MAX_CHUNKS, MAX_TOKENS, TOKEN_STEP, PrefillSizes
+from jetspec.engine.runner import MAX_CHUNKS, MAX_TOKENS, TOKEN_STEP, PrefillSizes
 from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
 from jetspec.ops.select import force

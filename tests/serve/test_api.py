@@ -42,7 +42,7 @@ def test_completions_are_those_of_the_engine(live: Live, alone: LLM, options: di
     seeds = [options["seed"] + i if "seed" in options else None for i in range(count)]
     settings = [SamplingParams(**{**params, "max_tokens": 30, "seed": seed}) for seed in seeds]
     expected = [alone.generate(prompt, sampling)[0] for prompt in PROMPTS for sampling in settings]
-    assert len({done.text for done in expected}) == len(expected)
+    assert len({done.text for done in expected}) == (1 if "logit_bias" in options else len(expected))
     body = {"prompt": PROMPTS, "max_tokens": 30, "temperature": 0, **options}
     whole = live.post(**body).json()
     TextCompletion.model_validate(whole)

@@ -18,15 +18,18 @@ from jetspec.serve.log import MAX_LINES, WINDOW_S, RateLimit, set_up_log
 from tests.serve.live import Live, streaming, tiny_llm, wait_until
 
 
-def test_idle_connections_are_evicted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHost: evil.example\r\nContent-Length: 9\r\n\r\n"])
+def test_idle_connections_are_evicted(folder: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    """Those whose request was refused, too, although the rest of its body is awaited."""
     monkeypatch.setattr("jetspec.serve.run.max_connections", lambda config: 8)
+    monkeypatch.setattr("jetspec.serve.middleware.LINGER_S", 60.0)
     with Live(tiny_llm(folder), ServeConfig(port=0)) as server, ExitStack() as stack:
         open_now = server.host.server_state.connections
         with streaming(server, max_tokens=200, ignore_eos=True) as response:
             lines = response.iter_lines()
             next(lines)
             for _ in range(100):
-                stack.enter_context(socket.create_connection(server.listener.getsockname()))
+                stack.enter_context(socket.create_connection(server.listener.getsockname())).sendall(sent)
             for _ in range(3):
                 assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
             assert [line for line in lines if line][-1] == "data: [DONE]", "an active connection is kept"
