@@ -56,6 +56,9 @@ class Job:
         return sum(map(len, self.prompts))
 
 
+Item = tuple[int, Update] | ApiError | Literal["admitted", "closed"]
+
+
 class RequestHandle:
     """The completions of one HTTP request, as the event loop sees them."""
 
@@ -67,10 +70,13 @@ class RequestHandle:
         """Size of the unread updates, as `update_size` counts it."""
         self.loop = asyncio.get_running_loop()
         self.arrival_s = time.perf_counter()
-        self._queue: asyncio.Queue[tuple[int, Update] | ApiError | Literal["admitted", "closed"]] = asyncio.Queue()
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()
         self.put = self._queue.put_nowait
         self._unread = self._unfinished = job.num_completions
         """Completions whose last update is not read, not generated."""
+
+    def put_threadsafe(self, item: Item) -> None:
+        self.loop.call_soon_threadsafe(self.put, item)
 
     async def wait_admitted(self) -> None:
         """Wait until the engine has accepted the job. Raises ApiError if it was refused or the request is closed."""
@@ -231,7 +237,7 @@ class EngineThread:
             self.failure = error
             log.error("engine failed", exc_info=error)
             for sink in self._sinks.values():
-                self._call(sink.handle, sink.handle.put, engine_failed())
+                sink.handle.put_threadsafe(engine_failed())
             self._sinks.clear()
             while command := self._commands.get():  # requests submitted meanwhile
                 command()
@@ -247,7 +253,7 @@ class EngineThread:
 
     def _join(self, handle: RequestHandle) -> None:
         if self.failure:
-            self._call(handle, handle.put, engine_failed())
+            handle.put_threadsafe(engine_failed())
             return
         job, ids = handle.job, list[int]()
         options: dict[str, Any] = {"limits": job.limits, "trace": job.trace, "cache_salt": job.cache_salt}
@@ -255,19 +261,18 @@ class EngineThread:
             for tokens in job.prompts:
                 ids += self.engine.add_several(tokens, job.sampling, job.count, **options)
         except Exception as error:
-            if not isinstance(error, ApiError | ValueError):
+            failed = ApiError(str(error))
+            if not isinstance(error, ValueError):
                 log.error("a request could not be started", exc_info=error)
                 failed = ApiError("this request could not be started", status=500, code="request_failed")
-            else:
-                failed = error if isinstance(error, ApiError) else ApiError(str(error))
-            self._call(handle, handle.put, failed)
+            handle.put_threadsafe(failed)
             for request_id in self.engine.requests.keys() - self._sinks.keys():
                 self.engine.cancel(request_id)
             return
         for index, request_id in enumerate(ids):
             self._sinks[request_id] = Sink(handle, index, handle.arrival_s)
         self.metrics.on_admission(job.prompt_tokens)
-        self._call(handle, handle.put, "admitted")
+        handle.put_threadsafe("admitted")
 
     def _cancel(self, handle: RequestHandle) -> None:
         for request_id in [id for id, sink in self._sinks.items() if sink.handle is handle]:
@@ -286,8 +291,4 @@ class EngineThread:
             if update.completion:
                 del self._sinks[update.request_id]
         for handle, items in messages.items():
-            self._call(handle, handle.deliver, items)
-
-    @staticmethod
-    def _call(handle: RequestHandle, method: Callable[..., None], *args: object) -> None:
-        handle.loop.call_soon_threadsafe(method, *args)
+            handle.loop.call_soon_threadsafe(handle.deliver, items)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
-from benchmarks.pages import decoded, put_between
-from benchmarks.results import read_record
 from benchmarks.ship_head import MAX_BYTES, measured
 from jetspec.engine.llm import LLM
 from jetspec.models.draft_head import DraftHead
@@ -17,7 +14,6 @@ from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.tensor_files import WEIGHTS_FILE
 from jetspec.types import SamplingParams
 
-ROOT = Path(__file__).parents[2]
 QUESTION = [{"role": "user", "content": "Tom has 5 apples and buys 7 more. How many apples does he have now?"}]
 
 
@@ -45,9 +41,3 @@ def test_card_matches_the_record() -> None:
     text = measured(json.loads(json.dumps({**about, "tokens_per_round": counts, "real": {}})))
     assert "| b | 4.00 | 5.00 |" in text and "| mean | 3.00 | 4.00 |" in text and "c0ffee" in text
     assert "Decoding" not in text
-
-
-def test_the_page_shows_the_record() -> None:
-    record = read_record(ROOT / "docs" / "results" / "head_smollm2.json")
-    page = (ROOT / "docs" / "results" / "training.md").read_text()
-    assert page == put_between(page, "head", decoded(record))
