@@ -30,7 +30,7 @@ from benchmarks.lossless import FreshPass, Judge, PairNoise, Texts, cached, find
 from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers, with_options
 from benchmarks.soak import Soak, plain_texts
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
-from jetspec.engine.drafter import OnDevice, RoundState
+from jetspec.engine.drafter import Drafter, RoundState
 from jetspec.engine.engine import Engine
 from jetspec.engine.llm import DTYPES, GPU_TREE, choose_device
 from jetspec.engine.runner import batch_sizes
@@ -591,10 +591,8 @@ def check_setting(
 # -- beside transformers on a CPU
 
 
-class FullTree(OnDevice):
+class FullTree(Drafter):
     """Drafter of a full binary tree, so that a round costs as much as its budget allows."""
-
-    tap_layers: tuple[int, ...] = ()
 
     def __init__(self, budget: int) -> None:
         self.lookahead, self.tree = budget, TreeConfig(budget)
@@ -607,9 +605,6 @@ class FullTree(OnDevice):
         token = torch.where(node == 0, state.anchor_B[:, None], node)
         parent = ((node - 1).clamp(min=0) // 2).expand_as(token)
         return DraftTree.from_parents(token, parent, torch.full_like(state.anchor_B, self.lookahead), max_depth=8)
-
-    def observe(self, *_: object) -> None:
-        raise AssertionError("nothing is tapped")
 
 
 def cpu_speed(
