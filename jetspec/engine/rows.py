@@ -16,10 +16,8 @@ from jetspec.config import MAX_BUDGET, MAX_WIDTH
 from jetspec.ops.transfer import upload
 from jetspec.types import MAX_BIASED_TOKENS, Request, RoundFeatures, RowPenalties, RowSampling, TreeLimits
 
-COLUMNS = {
-    torch.int64: ("length", "anchor", "top_k", "seed", "budget", "width"),
-    torch.float32: ("temperature", "top_p", "min_p", "presence", "frequency"),
-}
+SAMPLING = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+COLUMNS = {torch.int64: ("length", "anchor", "seed", "budget", "width", "top_k"), torch.float32: SAMPLING}
 """Column names by dtype. Columns of a dtype are one table, so that a joining request takes few writes."""
 
 NO_LIMITS = TreeLimits(MAX_BUDGET, MAX_WIDTH)
@@ -43,20 +41,9 @@ class RowTable:
     def enter(self, request: Request) -> None:
         """Initializes the row of an admitted request."""
         sampling, limits = request.sampling, request.limits or NO_LIMITS
-        self.set(
-            request.row,
-            length=request.num_cached,
-            anchor=request.tokens[-1],
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=request.seed,
-            presence=sampling.presence_penalty,
-            frequency=sampling.frequency_penalty,
-            budget=limits.budget,
-            width=limits.width,
-        )
+        self.set(request.row, length=request.num_cached, anchor=request.tokens[-1], seed=request.seed)
+        self.set(request.row, budget=limits.budget, width=limits.width)
+        self.set(request.row, **{name: getattr(sampling, name) for name in ("top_k", *SAMPLING)})
         if sampling.is_penalized and self.token_counts is None:
             self.token_counts = TokenCounts(self.num_rows, self.vocab_size, self.device)
         if self.token_counts is not None:
@@ -102,8 +89,8 @@ class RowTable:
         """Penalties and biases of the given rows."""
         assert self.token_counts is not None
         return RowPenalties(
-            presence_B=self.columns["presence"][row_B],
-            frequency_B=self.columns["frequency"][row_B],
+            presence_B=self.columns["presence_penalty"][row_B],
+            frequency_B=self.columns["frequency_penalty"][row_B],
             count_BV=self.token_counts.count_RV[row_B],
             bias_BV=self.token_counts.bias(row_B),
         )

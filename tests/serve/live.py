@@ -14,12 +14,14 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.llm import LLM
 from jetspec.serve.app import Server
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.run import HttpServer, open_socket
+from jetspec.types import Update
 
 NAME = "tiny"
 
@@ -87,6 +89,22 @@ class Live:
             yield times
         finally:
             asyncio.events.Handle._run = run  # type: ignore[method-assign]
+
+
+class Gate:
+    """Holds the engine of a server between two steps."""
+
+    def __init__(self, live: Live, patch: pytest.MonkeyPatch | None = None) -> None:
+        self.step = live.llm.engine.step
+        self.open = threading.Event()
+        self.open.set()
+        self.rounds = 0
+        (patch or pytest.MonkeyPatch()).setattr(live.llm.engine, "step", self.held)
+
+    def held(self) -> list[Update]:
+        self.open.wait(60)
+        self.rounds += 1
+        return self.step()
 
 
 def wait_until(is_true: Callable[[], object], seconds: float = 60) -> None:

@@ -8,7 +8,6 @@ import re
 import select
 import signal
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,25 +23,9 @@ from benchmarks.serve import check
 from benchmarks.servers import ServerProcess
 from jetspec.serve.config import ServeConfig
 from jetspec.types import SamplingParams, Update
-from tests.serve.live import NAME, Live, streaming, tiny_llm, wait_until
+from tests.serve.live import NAME, Gate, Live, streaming, tiny_llm, wait_until
 
 LONG = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
-
-
-class Gate:
-    """Holds the engine between two steps."""
-
-    def __init__(self, live: Live) -> None:
-        self.engine, self.step = live.llm.engine, live.llm.engine.step
-        self.open = threading.Event()
-        self.open.set()
-        self.rounds = 0
-        self.engine.step = self.held  # type: ignore[method-assign]
-
-    def held(self) -> list[Update]:
-        self.open.wait()
-        self.rounds += 1
-        return self.step()
 
 
 @pytest.fixture

@@ -14,26 +14,21 @@ from hypothesis import strategies as st
 from jetspec.serve.response import ChatResponse, SpeedMeter, TextOffsets, Vocabulary
 from jetspec.serve.worker import Job
 from jetspec.types import Completion, RoundStats, SamplingParams, Update
-from tests.serve.live import NAME, Live, events, streaming
+from tests.serve.live import NAME, Gate, Live, events, streaming
 from tests.train.tiny_model import byte_tokenizer
 
 
 def test_first_chunk_comes_with_the_first_token(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """Benchmarks measure its time."""
-    step, may_step = live.llm.engine.step, threading.Event()
-
-    def held() -> list[Update]:
-        may_step.wait(20)
-        return step()
-
-    monkeypatch.setattr(live.llm.engine, "step", held)
+    gate = Gate(live, monkeypatch)
+    gate.open.clear()
     body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "stream": True, "max_tokens": 4}
     with httpx.stream("POST", f"{live.url}/v1/chat/completions", json=body, timeout=60) as response:
         assert response.status_code == 200
         pieces = response.iter_raw()
-        threading.Timer(0.3, may_step.set).start()
+        threading.Timer(0.3, gate.open.set).start()
         next(pieces)
-        assert may_step.is_set(), "a chunk was sent before the first token"
+        assert gate.open.is_set(), "a chunk was sent before the first token"
         for _ in pieces:
             pass
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from jetspec.serve.config import ServeConfig
-from tests.serve.live import NAME, Live, tiny_llm
+from tests.serve.live import NAME, Gate, Live, tiny_llm
 
 KEY = "only-key-0123456789"
 HOST, JSON = "Host: localhost", "Content-Type: application/json"
@@ -94,19 +93,16 @@ def test_pipelined_requests_are_answered_in_order(live: Live, cut: int) -> None:
     assert statuses(received) == [200, 200, 404, 200, 200, 400, 200]
 
 
-def test_pipelined_bytes_are_bounded(locked: Live) -> None:
+def test_pipelined_bytes_are_bounded(locked: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the size limit of a request."""
-    step, held = locked.llm.engine.step, threading.Event()
-    locked.llm.engine.step = lambda: (held.wait(), step())[1]  # type: ignore[method-assign]
-    try:
-        with connect(locked) as client, pytest.raises(OSError):
-            client.sendall(post(GOOD, f"Authorization: Bearer {KEY}"))
-            for _ in range(1000):
-                client.sendall(b"x" * 10_000)
-                time.sleep(0.001)
-    finally:
-        held.set()
-        locked.llm.engine.step = step  # type: ignore[method-assign]
+    gate = Gate(locked, monkeypatch)
+    gate.open.clear()
+    with connect(locked) as client, pytest.raises(OSError):
+        client.sendall(post(GOOD, f"Authorization: Bearer {KEY}"))
+        for _ in range(1000):
+            client.sendall(b"x" * 10_000)
+            time.sleep(0.001)
+    gate.open.set()
     locked.wait_for_rest()
 
 
