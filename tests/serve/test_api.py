@@ -17,7 +17,8 @@ from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import ApiError
 from jetspec.serve.protocol import ChatChunk, ChatCompletion, CompletionRequest, TextCompletion
 from jetspec.types import SamplingParams, TreeLimits, Update
-from tests.serve.live import NAME, Live, assert_error, events, joined, streaming
+from tests.serve.live import NAME, Live, assert_error, events, joined, schema_format, streaming
+from tests.serve.test_forms import CLOCK, NOTHING, function_tool
 
 PROMPTS = ["ab", "abcabcabc", "The sky", "ünïcödé 漢字 🙂", "z" * 50]
 CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "hello"}]
@@ -207,6 +208,24 @@ QUESTION, RESULT = {"role": "user", "content": "?"}, {"role": "tool", "content":
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
         ({"functions": []}, "functions"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": schema_format({}) | {"strict": True}}, "response_format.strict"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}, "description": ""}}},
+            "response_format.json_schema.description",
+        ),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [CLOCK, CLOCK]}, "tools"),
+        ({"tools": [function_tool("f", {"type": "string"})]}, "tools"),
+        ({"tools": [function_tool("f", {"type": 5})]}, "tools"),
+        ({"tools": [function_tool("f", {"anyOf": [NOTHING, {}]})]}, "tools"),
+        ({"tools": [function_tool("no spaces", {})]}, "tools.0.function.name"),
     ],
 )
 def test_unsupported_chats_are_refused_by_name(
