@@ -111,7 +111,7 @@ def letters(tokens: Sequence[int]) -> str:
 @pytest.mark.parametrize("right", [0.0, 1.0])
 @pytest.mark.parametrize("end", ["end token", "ignored end token", "stop string", 1, 4, 7])
 def test_text_ends_inside_a_path(end: str | int, right: float) -> None:
-    """Where plain decoding ends: at an end token, a stop string or `max_tokens`."""
+    """The end is that of plain decoding: an end token, a stop string or `max_tokens`."""
     expected, sampling, reason = TRUTH[GREEDY][3], GREEDY, "length"
     text, eos = letters(expected), frozenset({expected[9]}) if "end token" in str(end) else frozenset[int]()
     if isinstance(end, int):
