@@ -45,14 +45,6 @@ class Drafts(OnDevice):
     """Index of the source of a prediction in its chunk."""
 
 
-@dataclass(frozen=True)
-class Blocks(Drafts):
-    """Drafts in blocks of S slots each, laid out slot by slot: Q = A * S."""
-
-    token_RQ: Tensor
-    position_RQ: Tensor
-
-
 def document_mask(batch: PackedBatch) -> Visible:
     """Attention of the target in a packed row: the own document, up to the query."""
     (R, T), position_RT = batch.token_RT.shape, batch.position_RT.int()
@@ -63,11 +55,10 @@ def document_mask(batch: PackedBatch) -> Visible:
     return make_visible(sees, R, T, T, position_RT.device)
 
 
-def block_mask(batch: PackedBatch, blocks: Blocks, head: HeadConfig) -> Visible:
+def block_mask(batch: PackedBatch, drafts: Drafts, head: HeadConfig) -> Visible:
     """Attention of a slot: of the T context rows those of its document before the anchor, and its own block."""
-    (R, Q), T = blocks.token_RQ.shape, batch.token_RT.shape[1]
-    size, causal = head.block_size, head.causal
-    start_RA, end_RA = blocks.start_RA.int(), blocks.end_RA.int()
+    (R, A), T, size, causal = drafts.end_RA.shape, batch.token_RT.shape[1], head.block_size, head.causal
+    start_RA, end_RA = drafts.start_RA.int(), drafts.end_RA.int()
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block = query // size
@@ -76,7 +67,7 @@ def block_mask(batch: PackedBatch, blocks: Blocks, head: HeadConfig) -> Visible:
         context = (key >= start_RA[row, block]) & (key < end_RA[row, block])
         return context | ((key >= first) & (key <= last))
 
-    return make_visible(sees, R, Q, T + Q, start_RA.device)
+    return make_visible(sees, R, A * size, T + A * size, start_RA.device)
 
 
 def draft_mask(batch: PackedBatch, drafts: Drafts) -> Visible:
@@ -104,24 +95,16 @@ def choose_anchors(batch: PackedBatch, count: int, generator: torch.Generator) -
     return anchor, score.gather(1, order) >= 0
 
 
-def lay_out_blocks(
-    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig, multiple: int = 1
-) -> Blocks:
-    """Drafts of a block head."""
-    (R, A), S = anchor_RA.shape, head.block_size
-    token = torch.full((R, A, S), head.mask_token)
-    token[:, :, 0] = batch.token_RT.gather(1, anchor_RA)
-    position_RA = batch.position_RT.gather(1, anchor_RA)
-    return Blocks(
-        **vars(lay_out_drafts(batch, anchor_RA, valid_RA, head.depth, multiple)),
-        token_RQ=token.flatten(1),
-        position_RQ=(position_RA[..., None] + torch.arange(S)).flatten(1),
-    )
+def lay_out(
+    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig | Eagle3Config, multiple: int = 1
+) -> Drafts:
+    """Drafts of a head. Predictions are padded to a multiple of `multiple`, so that few sizes occur.
 
-
-def lay_out_drafts(batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, depth: int, multiple: int = 1) -> Drafts:
-    """Drafts of any head. Predictions are padded to a multiple of `multiple`, so that few sizes occur."""
-    (R, T), (_, A), D = batch.token_RT.shape, anchor_RA.shape, depth
+    An autoregressive head needs a feature before the anchor, so none of its drafts starts at a document's first token.
+    """
+    (R, T), (_, A), D = batch.token_RT.shape, anchor_RA.shape, head.depth
+    if isinstance(head, Eagle3Config):
+        valid_RA = valid_RA & (batch.position_RT.gather(1, anchor_RA) > 0)
     index = anchor_RA[..., None] + torch.arange(D)
     label_at = (index + 1).clamp(max=T - 1).flatten(1)
     document_RA, position_RA = (x.gather(1, anchor_RA) for x in (batch.document_RT, batch.position_RT))
@@ -161,16 +144,3 @@ def share_teachers(source_P: Tensor, chunk: int, multiple: int) -> tuple[Tensor,
     teacher_CS = source_P.new_zeros(math.ceil(len(source_P) / chunk), math.ceil(most / multiple) * multiple)
     teacher_CS[chunk_P, place_P] = source_P
     return teacher_CS, place_P
-
-
-def lay_out(
-    batch: PackedBatch, anchor_RA: Tensor, valid_RA: Tensor, head: HeadConfig | Eagle3Config, multiple: int = 1
-) -> Drafts:
-    """Drafts of a head of any kind, made on the host.
-
-    An autoregressive one needs a feature before the anchor, so none of its drafts starts at a document's first token.
-    """
-    if isinstance(head, HeadConfig):
-        return lay_out_blocks(batch, anchor_RA, valid_RA, head, multiple)
-    valid_RA = valid_RA & (batch.position_RT.gather(1, anchor_RA) > 0)
-    return lay_out_drafts(batch, anchor_RA, valid_RA, head.depth, multiple)

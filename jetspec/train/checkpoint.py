@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from jetspec.files import lock
+from jetspec.files import lock, whole_folder
 from jetspec.models.tensor_files import write_tensors
 from jetspec.train.config import DataFile, TrainConfig
 from jetspec.train.parallel import split_like, whole
@@ -29,6 +29,8 @@ FREE = {
 }
 """Settings that may change when a run is resumed. `steps` may as an override. Of `BATCH` only the product is fixed."""
 BATCH = ("rows", "accumulate", "processes")
+FILES = ("state.safetensors", "state.json")
+"""Files of a checkpoint."""
 STATE = {"step": int, "optimizers": list, "config": dict, "time": dict}
 """Required content of `state.json`."""
 
@@ -55,27 +57,17 @@ def run_state(head: nn.Module, optimizers: list[torch.optim.Optimizer]) -> tuple
 
 def save_checkpoint(
     folder: Path, step: int, state: tuple[dict[str, Tensor], Numbers], keep: int, extra: dict[str, Any]
-) -> Path:
+) -> None:
     """Writes `folder/step-N`, whole or not at all, and removes all but the newest `keep` checkpoints."""
-    folder.mkdir(parents=True, exist_ok=True)
-    final, draft = folder / f"step-{step:07d}", folder / f".writing-{os.getpid()}"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    try:
-        tensors, numbers = state
-        write_tensors(tensors, draft / "state.safetensors")
-        (draft / "state.json").write_text(json.dumps({"step": step, "optimizers": numbers, **extra}, indent=1))
-        for file in draft.iterdir():
-            with file.open("rb") as handle:
+    tensors, numbers = state
+    with whole_folder(folder / f"step-{step:07d}", FILES) as draft:
+        write_tensors(tensors, draft / FILES[0])
+        (draft / FILES[1]).write_text(json.dumps({"step": step, "optimizers": numbers, **extra}, indent=1))
+        for name in FILES:
+            with (draft / name).open("rb") as handle:
                 os.fsync(handle.fileno())
-        shutil.rmtree(final, ignore_errors=True)
-        draft.rename(final)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
-    return final
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -93,7 +85,7 @@ def claimed(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
         lock(file, f"another run is training into {folder}; wait for it or choose another out")
-        for pattern in ("checkpoints/.writing-*", ".head.*.new", ".head.*.old"):
+        for pattern in ("checkpoints/.*", ".head.*.new", ".head.*.old"):
             for left in folder.glob(pattern):
                 shutil.rmtree(left, ignore_errors=True)
         yield
@@ -146,7 +138,7 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Restores weights and optimizers in place, if the recipe is unchanged; returns the content of `state.json`."""
     try:
-        tensors, raw = load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
+        tensors, raw = load_file(path / FILES[0]), json.loads((path / FILES[1]).read_text())
         if lacking := [name for name, kind in STATE.items() if not isinstance(raw.get(name), kind)]:
             raise ValueError(f"state.json lacks {', '.join(lacking)}")
     except Exception as error:

@@ -43,15 +43,14 @@ MAX_FLOATS = 1 << 28
 
 def make_trees(budgets: Sequence[str], tree: TreeConfig, reach: int) -> dict[str, TreeConfig]:
     """Trees by name: `chain`, or a number of nodes. Other settings are those of `tree`."""
-
-    def make(name: str) -> TreeConfig:
-        if name == "chain":
-            return replace(tree, width=1, budget=min(tree.depth or reach, reach) + 1)
-        if not name.isdecimal():
+    for name in budgets:
+        if name != "chain" and not name.isdecimal():
             raise ValueError(f"budget is {name!r}; give numbers of nodes, or chain")
-        return replace(tree, budget=int(name))
-
-    return {name: make(name) for name in budgets}
+    depth = min(tree.depth or reach, reach)
+    return {
+        name: replace(tree, width=1, budget=depth + 1) if name == "chain" else replace(tree, budget=int(name))
+        for name in budgets
+    }
 
 
 @dataclass(frozen=True)
@@ -103,22 +102,20 @@ class HeadScore:
         return {
             "anchors": known_AD.sum(0).tolist(),
             "hit": _shares(hit_AD, known_AD),
-            "hit_on_path": _shares(hit_AD, known_AD & self._on_path()),
-            "hit_below_sibling": _shares(hit_AD, known_AD & self._below_sibling()),
+            **{name: _shares(hit_AD, known_AD & given_AD) for name, given_AD in self._conditions().items()},
             "in_best": {str(r): _shares((rank_AD >= 0) & (rank_AD < r), known_AD) for r in RANKS},
         }
 
     def top_path(self) -> dict[str, Any]:
         """Quality of the path of best candidates, compared with its siblings and with the target."""
         known_AD, hit_AD = self.rank_AD != BEYOND, self.rank_AD == 0
-        on_path, below = (
-            _shares(hit_AD[:, 1:].reshape(-1, 1), (known_AD & given)[:, 1:].reshape(-1, 1))[0]
-            for given in (self._on_path(), self._below_sibling())
-        )
+        shares = {
+            name: _shares(hit_AD[:, 1:].reshape(-1, 1), (known_AD & given_AD)[:, 1:].reshape(-1, 1))[0]
+            for name, given_AD in self._conditions().items()
+        }
         near_A = self.gap_A.abs() <= NEAR_NATS
         return {
-            "hit_on_path": on_path,
-            "hit_below_sibling": below,
+            **shares,
             "gap_anchors": len(self.gap_A),
             "gap_mean_nats": float(self.gap_A.mean()),
             "gap_median_nats": float(self.gap_A.median()),
@@ -126,14 +123,12 @@ class HeadScore:
             "gaps_nats": [round(gap, 3) for gap in self.gap_A.tolist()],
         }
 
-    def _on_path(self) -> Tensor:
-        """True where all true tokens before a depth are the best candidates."""
-        return F.pad((self.rank_AD == 0).cumprod(1)[:, :-1], (1, 0), value=1).bool()
-
-    def _below_sibling(self) -> Tensor:
-        """True where the true token before a depth is the first that is not the best, but among the `width` best."""
-        left_AD = self._on_path() & (self.rank_AD > 0) & (self.rank_AD < self.width)
-        return F.pad(left_AD[:, :-1], (1, 0), value=False)
+    def _conditions(self) -> dict[str, Tensor]:
+        """True where all true tokens before a depth are the best candidates, and where the one before it is the first
+        that is not, but among the `width` best."""
+        on_path_AD = F.pad((self.rank_AD == 0).cumprod(1)[:, :-1], (1, 0), value=1).bool()
+        left_AD = on_path_AD & (self.rank_AD > 0) & (self.rank_AD < self.width)
+        return {"hit_on_path": on_path_AD, "hit_below_sibling": F.pad(left_AD[:, :-1], (1, 0), value=False)}
 
 
 def _shares(event_AD: Tensor, given_AD: Tensor) -> list[float | None]:

@@ -18,7 +18,7 @@ from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head
 from jetspec.ops.distill_loss import Student
 from jetspec.ops.select import force
-from jetspec.train.blocks import Blocks, Drafts, block_mask, draft_mask
+from jetspec.train.blocks import Drafts, block_mask, draft_mask
 from jetspec.train.config import LossConfig
 
 
@@ -76,42 +76,29 @@ class HeadWithLoss(nn.Module):
         self.head, self.config = head, config
 
     def forward(self, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> DraftLoss:
-        if isinstance(self.head, Eagle3Head):
-            return unrolled_loss(self.head, target, batch, drafts, states, self.config)
-        assert isinstance(drafts, Blocks)
-        return block_loss(self.head, target, batch, drafts, states, self.config)
+        """Loss of one pass over all drafts. The teacher of slot k at anchor a is the target's row at a + k - 1.
 
-
-def block_loss(
-    head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, states: Hidden, config: LossConfig
-) -> DraftLoss:
-    """Loss of one pass over all blocks. The teacher of slot k at anchor a is the target's row at a + k - 1."""
-    at = blocks.drafted_P
-    hidden = block_states(head, target, batch, blocks, states).flatten(0, 2).index_select(0, at)
-    edge = successor = None
-    if head.edge is not None:
-        parent = batch.token_RT.flatten()[blocks.source_RAD.flatten()[at]]
-        edge = nn.functional.embedding(parent, head.edge.predecessor) * head.edge.gates(hidden)
-        successor = head.edge.successor
-    label = blocks.label_RAD.flatten()[at]
-    return distil(hidden, label, blocks, target.lm_head, states, config, edge_RQ=edge, successor_VQ=successor)
-
-
-def unrolled_loss(
-    head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden, config: LossConfig
-) -> DraftLoss:
-    """Loss of an autoregressive head, unrolled on its own states, as in decoding, along the target's tokens.
-
-    Teacher and head are compared over the head's vocabulary. Labels outside of it have no loss.
-    """
-    at, vocabulary = drafts.drafted_P, head.token_of
-    hidden = chain_states(head, target, batch, drafts, states).flatten(0, 2).index_select(0, at)
-    number = torch.arange(len(vocabulary), device=vocabulary.device)
-    own_of = vocabulary.new_full((target.config.vocab_size,), -1).scatter(0, vocabulary, number)
-    label = own_of[drafts.label_RAD.flatten()[at]]
-    teacher_head = target.lm_head if len(vocabulary) == len(target.lm_head) else target.lm_head[vocabulary]
-    own_head = head.lm_head.weight
-    return distil(hidden, label, drafts, teacher_head, states, config, student_head_VM=own_head)
+        A head with its own vocabulary is compared with the teacher over that. Labels outside of it have no loss.
+        """
+        head, at, student = self.head, drafts.drafted_P, Student()
+        teacher_head: Tensor = target.lm_head
+        label = drafts.label_RAD.flatten()[at]
+        if isinstance(head, Eagle3Head):
+            hidden = chain_states(head, target, batch, drafts, states).flatten(0, 2).index_select(0, at)
+            vocabulary = head.token_of
+            number = torch.arange(len(vocabulary), device=vocabulary.device)
+            own_of = vocabulary.new_full((target.config.vocab_size,), -1).scatter(0, vocabulary, number)
+            label = own_of[label]
+            if len(vocabulary) != len(teacher_head):
+                teacher_head = teacher_head[vocabulary]
+            student["student_head_VM"] = head.lm_head.weight
+        else:
+            hidden = block_states(head, target, batch, drafts, states).flatten(0, 2).index_select(0, at)
+            if head.edge is not None:
+                parent = batch.token_RT.flatten()[drafts.source_RAD.flatten()[at]]
+                student["edge_RQ"] = nn.functional.embedding(parent, head.edge.predecessor) * head.edge.gates(hidden)
+                student["successor_VQ"] = head.edge.successor
+        return distil(hidden, label, drafts, teacher_head, states, self.config, **student)
 
 
 def distil(
@@ -155,16 +142,20 @@ def distil(
     )
 
 
-def block_states(head: DraftHead, target: Decoder, batch: PackedBatch, blocks: Blocks, states: Hidden) -> Tensor:
-    """States of the predicting slots, (R, A, D, M), from one pass over all blocks."""
+def block_states(head: DraftHead, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> Tensor:
+    """States of the predicting slots, (R, A, D, M), from one pass over the blocks of all drafts, slot by slot."""
     assert states.tap_TX is not None
-    embedded = target.embed(blocks.token_RQ).to(head.norm.weight.dtype)
+    anchor_RA, position_RA = (x.gather(1, drafts.end_RA) for x in (batch.token_RT, batch.position_RT))
+    S = head.head_config.block_size
+    token_RQ = head.block_tokens(anchor_RA.flatten()).view(len(anchor_RA), -1)
+    position_RQ = (position_RA[..., None] + torch.arange(S, device=anchor_RA.device)).flatten(1)
+    embedded = target.embed(token_RQ).to(head.norm.weight.dtype)
     if torch.is_grad_enabled() and head.fc.weight.requires_grad:
         embedded.requires_grad_()  # unused, but it makes the first layer compile like the others
-    visible = block_mask(batch, blocks, head.head_config)
+    visible = block_mask(batch, drafts, head.head_config)
     with force("reference"):  # also without gradients: a compiled layer fuses the same operations
-        hidden = head.forward_blocks(embedded, blocks.position_RQ, states.tap_TX, batch.position_RT, visible)
-    return head.predicting(hidden.unflatten(1, (-1, head.head_config.block_size)))
+        hidden = head.forward_blocks(embedded, position_RQ, states.tap_TX, batch.position_RT, visible)
+    return head.predicting(hidden.unflatten(1, (-1, S)))
 
 
 def chain_states(head: Eagle3Head, target: Decoder, batch: PackedBatch, drafts: Drafts, states: Hidden) -> Tensor:

@@ -75,7 +75,6 @@ class Trainer:
             shard(self.model, self.device)
         self.parameters = [p for p in head.parameters() if p.requires_grad]
         self.optimizers = make_optimizers(head, config.optimizer)
-        self.full_lr = [[group["lr"] for group in o.param_groups] for o in self.optimizers]
         # Eager layers in a graph are slow, and a graph cannot hold the collectives of sharded weights.
         captures = self.device.type == "cuda" and compiles and not isinstance(self.model, FSDPModule)
         self.passes = Passes(self.model, target, GraphPool(self.device) if captures else None)
@@ -140,8 +139,7 @@ class Trainer:
                 if self._due(config.log_every):
                     metrics = self._finite(sums)
                     bar.set_postfix(loss=f"{metrics.loss:.3f}", chain=f"{metrics.chain:.2f}")
-                    lr, minutes = float(self.optimizers[0].param_groups[0]["lr"]), self.limit.used_s / 60
-                    pace = {"positions_per_s": throughput.read(), "lr": lr, "minutes": minutes}
+                    pace = {"positions_per_s": throughput.read(), "lr": self.lr, "minutes": self.limit.used_s / 60}
                     self._report(log, "train", asdict(metrics) | pace)
                 if self.validation is not None and self._due(config.validate_every):
                     self._report(log, "validation", asdict(self.validate()) | self.tree_lengths())
@@ -220,15 +218,18 @@ class Trainer:
             number = (self.step * self.config.accumulate + micro) * self.world + self.rank
             batch, groups = self.micro_batches.take(number)
             self.passes.encode(batch)
-            for group, drafts in enumerate(groups):
-                is_last = micro + 1 == self.config.accumulate and group + 1 == len(groups)
+            for i, drafts in enumerate(groups, 1):
+                is_last = micro + 1 == self.config.accumulate and i == len(groups)
                 self.passes.sync_gradients(is_last)
                 parts.append(self.passes.backward(drafts))
         sums = DraftLoss.add_up(parts, across=True)
         self._average_gradients(sums.weight_sum)
         nn.utils.clip_grad_norm_(self.parameters, self.config.optimizer.clip)
-        self._set_lr()
+        step = max(self.step, self.limit.done * self.config.steps)
+        self.lr = self.config.optimizer.lr * lr_frac(step, self.config.steps, self.config.optimizer)
         for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr
             optimizer.step()
         self.step += 1
         return sums
@@ -299,13 +300,6 @@ class Trainer:
                 dist.all_reduce(parameter.grad)
             grads.append(local(parameter.grad))
         torch._foreach_div_(grads, weight_sum.to(grads[0].dtype))
-
-    def _set_lr(self) -> None:
-        step = max(self.step, self.limit.done * self.config.steps)
-        share = lr_frac(step, self.config.steps, self.config.optimizer)
-        for optimizer, full in zip(self.optimizers, self.full_lr, strict=True):
-            for group, lr in zip(optimizer.param_groups, full, strict=True):
-                group["lr"] = lr * share
 
     def _due(self, every: int) -> bool:
         return self.step % every == 0 or self.is_over

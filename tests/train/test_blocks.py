@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from jetspec.models.decoder import Decoder, Hidden
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head
-from jetspec.train.blocks import Blocks, choose_anchors, document_mask, lay_out, lay_out_blocks, lay_out_drafts
+from jetspec.train.blocks import Drafts, choose_anchors, document_mask, lay_out
 from jetspec.train.config import LossConfig
 from jetspec.train.loss import HeadWithLoss, block_states, chain_states
 from jetspec.types import SamplingParams
@@ -45,7 +44,7 @@ def captured(target: Decoder, batch: PackedBatch, taps: tuple[int, ...]) -> Hidd
     return target.forward_dense(batch.token_RT, batch.position_RT, document_mask(batch), taps)
 
 
-def trained_states(target: Decoder, head: DraftHead, batch: PackedBatch, blocks: Blocks) -> torch.Tensor:
+def trained_states(target: Decoder, head: DraftHead, batch: PackedBatch, blocks: Drafts) -> torch.Tensor:
     return block_states(head, target, batch, blocks, captured(target, batch, head.head_config.tap_layers))
 
 
@@ -85,7 +84,7 @@ def test_training_equals_decoding_at_every_anchor(name: str) -> None:
     head, batch = variant(name), packed()
     anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
     assert int(valid.sum()) == sum(int(d.written.sum()) for d in documents())
-    states = trained_states(TARGET, head, batch, lay_out_blocks(batch, anchors, valid, head.head_config))
+    states = trained_states(TARGET, head, batch, lay_out(batch, anchors, valid, head.head_config))
     for row, block in valid.nonzero().tolist():
         at = int(anchors[row, block])
         start = at - int(batch.position_RT[row, at])
@@ -97,7 +96,7 @@ def test_training_equals_decoding_at_every_anchor(name: str) -> None:
 def test_labels_sources_and_weights() -> None:
     head, batch = tiny_head(TARGET), packed()
     anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
-    blocks = lay_out_blocks(batch, anchors, valid, head.head_config)
+    blocks = lay_out(batch, anchors, valid, head.head_config)
     for row, block in valid.nonzero().tolist():
         at = int(anchors[row, block])
         document = batch.document_RT[row]
@@ -116,7 +115,7 @@ def test_sources_of_predictions_are_deduplicated(chunk: int, multiple: int, monk
     monkeypatch.setattr("jetspec.ops.CHUNK", chunk)
     batch = packed()
     anchors, valid = choose_anchors(batch, 100, torch.Generator().manual_seed(0))
-    drafts = lay_out_drafts(batch, anchors, valid, 5, multiple)
+    drafts = lay_out(batch, anchors, valid, tiny_head(TARGET).head_config, multiple)
     chunk_P = torch.arange(len(drafts.drafted_P)) // chunk
     found = drafts.teacher_CS[chunk_P, drafts.teacher_P][drafts.taught_P]
     taught = drafts.drafted_P[drafts.taught_P]
@@ -148,7 +147,7 @@ def test_loss_equals_the_one_of_full_logits(name: str, chunk: int, monkeypatch: 
     if isinstance(head, Eagle3Head):
         logits, vocabulary = head.lm_head(chain_states(head, TARGET, batch, drafts, seen)), head.token_of
     else:
-        hidden = block_states(head, TARGET, batch, cast(Blocks, drafts), seen)
+        hidden = block_states(head, TARGET, batch, drafts, seen)
         logits, vocabulary = TARGET.logits(hidden), torch.arange(VOCAB)
         if head.edge is not None:
             parent = batch.token_RT.flatten()[drafts.source_RAD]
@@ -172,7 +171,7 @@ def test_loss_equals_the_one_of_full_logits(name: str, chunk: int, monkeypatch: 
 def test_batch_without_answers_has_no_predictions(multiple: int) -> None:
     batch = packed()
     batch = replace(batch, written_RT=torch.zeros_like(batch.written_RT))
-    drafts = lay_out_drafts(batch, *choose_anchors(batch, 3, torch.Generator()), 5, multiple)
+    drafts = lay_out(batch, *choose_anchors(batch, 3, torch.Generator()), tiny_head(TARGET).head_config, multiple)
     assert not drafts.taught_P.any() and len(drafts.teacher_P) == len(drafts.drafted_P) == multiple // 16 * 16
 
 

@@ -19,7 +19,7 @@ from jetspec.models.heads import load_any_head
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out
 from jetspec.train.config import HeadShape, LossConfig, TrainConfig
 from jetspec.train.evaluate import make_trees, rounds_of, score_head
-from jetspec.train.loss import Metrics, chain_states, unrolled_loss
+from jetspec.train.loss import HeadWithLoss, Metrics, chain_states
 from jetspec.train.run import frequent_tokens, make_trainer
 from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
@@ -75,7 +75,7 @@ def test_drafts_start_after_the_first_token() -> None:
 def test_labels_outside_the_vocabulary_count_as_wrong() -> None:
     head, batch = tiny_eagle3(TARGET, depth=2, draft_vocab=1), packed()
     drafts, seen, _ = states(head, batch)
-    loss = unrolled_loss(head, TARGET, batch, drafts, seen, LossConfig(dpace=0.5))
+    loss = HeadWithLoss(head, LossConfig(dpace=0.5))(TARGET, batch, drafts, seen)
     assert torch.equal(loss.reach_D, drafts.valid_RAD.sum((0, 1)))
     right = drafts.label_RAD[..., 0] == head.token_of[0]
     assert loss.hit_D[0] == (right & drafts.valid_RAD[..., 0]).sum() < loss.reach_D[0]

@@ -188,7 +188,7 @@ def test_old_checkpoints_are_removed_and_incomplete_ones_ignored(answers: Path, 
     trainer.run()
     folder = tmp_path / "checkpoints"
     assert [path.name for path in checkpoints(folder)] == ["step-0000005", "step-0000006"]
-    (folder / ".writing-1").mkdir()
+    (folder / ".step-0000009.1.new").mkdir()
     assert make_trainer(recipe(answers, tmp_path), TARGET).resume() == 6
 
 
