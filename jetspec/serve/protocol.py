@@ -79,10 +79,9 @@ class RequestModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
-    NO_EFFECT: ClassVar[dict[str, Any]] = {}
-    """Field -> value that clients send although it changes nothing. The pair is dropped."""
-    REDUNDANT: ClassVar[frozenset[str]] = frozenset()
-    """Fields that OpenAI's client adds when it sends a response back. They repeat other fields and are dropped."""
+    IGNORED: ClassVar[dict[str, Any]] = {}
+    """Field -> value that clients send although it changes nothing. The pair is dropped. An ellipsis is any value:
+    OpenAI's client adds such fields, which repeat others, when it sends a response back."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,10 +97,8 @@ class RequestModel(BaseModel):
     @classmethod
     def _is_ignored(cls, name: str, entry: Any) -> bool:
         """1 and 1.0 are the same value, 1 and true are not."""
-        if name not in cls.NO_EFFECT:
-            return name in cls.REDUNDANT
-        ignored = cls.NO_EFFECT[name]
-        return bool(entry == ignored) and isinstance(entry, bool) == isinstance(ignored, bool)
+        ignored = cls.IGNORED.get(name)
+        return ignored is ... or (entry == ignored and isinstance(entry, bool) == isinstance(ignored, bool))
 
 
 class StreamOptions(RequestModel):
@@ -123,7 +120,7 @@ class TreeOptions(RequestModel):
 class GenerationRequest(RequestModel):
     """Fields of chat and text completions."""
 
-    NO_EFFECT = {"repetition_penalty": 1, "top_k": -1}  # `vllm bench serve` always sends the first; -1 is vLLM's 0
+    IGNORED = {"repetition_penalty": 1, "top_k": -1}  # `vllm bench serve` always sends the first; -1 is vLLM's 0
 
     model: ShortText
     stream: bool = False
@@ -163,14 +160,14 @@ class ChosenFunction(RequestModel):
 class CalledFunction(ChosenFunction):
     """A function call in a message. Calls in a completion must satisfy the same rules."""
 
-    REDUNDANT = frozenset({"parsed_arguments"})
+    IGNORED = {"parsed_arguments": ...}
 
     arguments: str
     """A JSON object."""
 
 
 class ToolCall(RequestModel):
-    REDUNDANT = frozenset({"index"})  # in a stream
+    IGNORED = {"index": ...}  # in a stream
 
     id: ShortText
     type: Literal["function"] = "function"
@@ -178,8 +175,7 @@ class ToolCall(RequestModel):
 
 
 class Message(RequestModel):
-    NO_EFFECT = {"annotations": []}  # in OpenAI's responses, which may be sent back as messages
-    REDUNDANT = frozenset({"parsed"})
+    IGNORED = {"annotations": [], "parsed": ...}  # in OpenAI's responses, which may be sent back as messages
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
@@ -261,7 +257,7 @@ class ChatRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    NO_EFFECT = {**GenerationRequest.NO_EFFECT, "best_of": 1, "echo": False}  # sent by benchmarks
+    IGNORED = {**GenerationRequest.IGNORED, "best_of": 1, "echo": False}  # sent by benchmarks
 
     prompt: Prompt
     max_tokens: Annotated[int, Field(ge=1, lt=1 << 31)] = 16
