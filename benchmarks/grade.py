@@ -54,25 +54,31 @@ def grade(task: str, question: Mapping[str, Any], answer: str) -> Grade:
 
 def _is_right(expected: str, answer: str) -> bool:
     """Grade mathematics by the last box; in a text without one, by the answer that the library finds."""
-    found = last_boxed(answer)
-    if found:
-        found = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", found)
-    wanted, values = (_parse(text) for text in (f"\\boxed{{{expected}}}", f"\\boxed{{{found}}}" if found else answer))
-    if not found:
-        found = next((value for value in reversed(values) if isinstance(value, str)), "")
-    return bool(found) and (
-        _same_text(expected, found) or (not TWO_NUMBERS.search(found) and _same_value(wanted, values))
-    )
+    try:
+        from math_verify import parse, verify
+    except ImportError:
+        raise ValueError(NEEDS_MATH_VERIFY) from None
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # parse errors are wrong answers
+    # The library's timeout needs an alarm signal, and so the main thread.
+    timeout = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+    found = SHORT_FRACTION.sub(r"\\frac{\1}{\2}", last_boxed(answer))
+    texts = f"\\boxed{{{expected}}}", f"\\boxed{{{found}}}" if found else answer
+    wanted, values = (list(parse(text, parsing_timeout=timeout)) for text in texts)
+    found = found or next((value for value in reversed(values) if isinstance(value, str)), "")
+    if not found or _same_text(expected, found):
+        return bool(found)
+    return not TWO_NUMBERS.search(found) and bool(verify(wanted, values, timeout_seconds=timeout))
 
 
-def last_boxed(text: str) -> str | None:
+def last_boxed(text: str) -> str:
+    """Contents of the last box that is closed; none where there is no box."""
     for match in reversed(list(re.finditer(r"boxed\s*\{", text))):
         depth = 1
         for end in range(match.end(), len(text)):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
                 return text[match.end() : end].strip()
-    return None
+    return ""
 
 
 def _same_text(a: str, b: str) -> bool:
@@ -85,27 +91,6 @@ def _same_text(a: str, b: str) -> bool:
         return re.sub(r"(?<!\w) +| +(?!\w)", "", re.sub(" +", " ", text)).rstrip(".")
 
     return bare(a) == bare(b)
-
-
-def _parse(text: str) -> list[Any]:
-    """Expressions that the library finds in a text, with their source."""
-    try:
-        from math_verify import parse
-    except ImportError:
-        raise ValueError(NEEDS_MATH_VERIFY) from None
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # parse errors are wrong answers
-    return list(parse(text, parsing_timeout=_math_timeout()))
-
-
-def _same_value(expected: list[Any], found: list[Any]) -> bool:
-    from math_verify import verify
-
-    return bool(verify(expected, found, timeout_seconds=_math_timeout()))
-
-
-def _math_timeout() -> int | None:
-    """Timeout of the library, which needs an alarm signal, and so the main thread."""
-    return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
 
 
 def _grade_mbpp(question: Mapping[str, Any], answer: str) -> Grade:

@@ -63,10 +63,6 @@ class Kind:
     about: str = ""
     """Remark for a reader of its numbers."""
 
-    def width_at(self, budget: int) -> int:
-        """Width of a tree; seven children of every node would leave 16 nodes three levels, 32 nodes five."""
-        return max(1, (budget - 1) // PAPER_DEPTH) if self.narrows and budget < PAPER_BUDGET else self.width
-
 
 _SHAPE = ("width", "depth", "expand", "score", "entropy_weight", "draft_temperature", "shortlist", "shortlist_parents")
 """Settings of a method that are settings of its trees."""
@@ -188,7 +184,9 @@ class MethodConfig:
 
     def tree(self, budget: int) -> TreeConfig:
         kind = self.traits
-        usual = {"width": kind.width_at(budget), "expand": kind.expand, "draft_temperature": kind.draft_temperature}
+        # Seven children of every node would leave 16 nodes three levels, 32 nodes five.
+        width = max(1, (budget - 1) // PAPER_DEPTH) if kind.narrows and budget < PAPER_BUDGET else kind.width
+        usual = {"width": width, "expand": kind.expand, "draft_temperature": kind.draft_temperature}
         chosen = {key: value for key in _SHAPE if (value := getattr(self, key)) is not None}
         return TreeConfig(budget=budget, **{**usual, **chosen})
 
@@ -269,10 +267,9 @@ class BenchConfig:
         if twice := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"two methods are called {twice.pop()}; give one of them another name")
         for method in methods:
-            self._check_method(method)
+            self._check(method, method.name)
 
-    def _check_method(self, method: MethodConfig) -> None:
-        name = method.name
+    def _check(self, method: MethodConfig, name: str) -> None:
         if name in (PLAIN, TRANSFORMERS) and method.kind_name != name:
             raise ValueError(f"{name} must be of the kind of its name, as others are compared with it")
         for own in ("limit", "temperatures", "tasks"):

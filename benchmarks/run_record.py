@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cells import Measured, accepted_lengths, round_questions, speedup, tokens_per_round
+from benchmarks.cells import Answer, Measured, accepted_lengths, round_questions, speedup, tokens_per_round
 from benchmarks.estimate import how_many, to_record
 from benchmarks.grade import MATH_TASKS, Grade, grade
 from benchmarks.lossless import LosslessCheck
 from benchmarks.measure import Bench, questions_of
 from benchmarks.recipe import PLAIN, TRANSFORMERS, BenchConfig, Cell
-from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE, read_record
+from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE, from_record, read_record
 from benchmarks.rows import Key, Row, kept_settings, measured_by, questions_digest, read_lines
 from benchmarks.tasks import GRADED_AS, TASKS
 from jetspec.data.prompts import Prompt
@@ -38,45 +38,46 @@ def is_graded(task: str) -> bool:
 
 
 class Scores:
-    """Grades answers by task; equal answers to a question once. Only the first repeat of a cell counts."""
+    """Grades answers of the first repeat of cells, equal answers to a question once."""
 
-    def __init__(self, questions: Mapping[str, Sequence[Prompt]], grader: Grader = grade) -> None:
-        self.rows = {task: {prompt.id: prompt.row for prompt in prompts} for task, prompts in questions.items()}
-        self.grader = grader
-        self.grades: dict[tuple[str, str, str], Grade] = {}
-        """By task, question, and the text of its answer."""
+    def __init__(
+        self,
+        cells: Iterable[Measured],
+        questions: Mapping[str, Sequence[Prompt]],
+        grader: Grader = grade,
+        progress: bool = False,
+    ) -> None:
+        rows = {(task, prompt.id): prompt.row for task, prompts in questions.items() for prompt in prompts}
+
+        def graded(key: tuple[str, str, str]) -> Grade | str:
+            task, id, text = key
+            try:
+                return grader(rows[task, id].get(GRADED_AS, task), rows[task, id], text)
+            except ValueError as error:
+                return str(error)
+
+        keys = dict.fromkeys(key for mine in cells for key in keys_of(mine))
+        mathematics = {key: None for key in keys if rows[key[:2]].get(GRADED_AS, key[0]) in MATH_TASKS}
+        programs = [key for key in keys if key not in mathematics]
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+            # Mathematics stays in the main thread, which its timeout needs.
+            grades = chain(pool.map(graded, programs), map(graded, mathematics))
+            options: Any = {"desc": "grading", "unit": "answer", "disable": not (progress and keys)}
+            bar = progress_bar(grades, total=len(keys), **options)
+            self.grades = dict(zip((*programs, *mathematics), bar, strict=True))
+            """Grade by task, question and text, or the reason why there is none."""
         self.ungraded: dict[str, str] = {}
         """Tasks whose answers could not be graded here, with the reason."""
 
-    def run_programs(self, cells: Collection[Measured], progress: bool = False) -> None:
-        """Grade programs, several at a time. Mathematics is left to `of`: its timeout needs the main thread."""
-        answers = {
-            (mine.cell.task, answer["id"], answer["text"][-1]): None
-            for mine in cells
-            if is_graded(mine.cell.task)
-            for answer in mine.whole_answers[0]
-            if self.rows[mine.cell.task][answer["id"]].get(GRADED_AS, mine.cell.task) not in MATH_TASKS
-        }
-
-        def try_grade(key: tuple[str, str, str]) -> None:
-            with suppress(ValueError):
-                self.grade(*key)
-
-        with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-            options: Any = {"total": len(answers), "unit": "answer", "disable": not (progress and answers)}
-            list(progress_bar(pool.map(try_grade, answers), desc="running programs", **options))
-
     def of(self, mine: Measured) -> Counts:
         """Counts of right answers of a cell. None: nothing was graded."""
-        task = mine.cell.task
-        if not is_graded(task):
-            return None
-        try:
-            grades = [(self.grade(task, answer["id"], answer["text"][-1]), answer) for answer in mine.whole_answers[0]]
-        except ValueError as error:
-            self.ungraded[task] = str(error)
-            return None
-        graded = [(grade, answer) for grade, answer in grades if grade.correct is not None]
+        graded = []
+        for key, answer in keys_of(mine).items():
+            if isinstance(found := self.grades[key], str):
+                self.ungraded[mine.cell.task] = found
+                return None
+            if found.correct is not None:
+                graded.append((found, answer))
         if not graded:
             return None
         right = [answer["id"] for grade, answer in graded if grade.correct]
@@ -90,23 +91,16 @@ class Scores:
             "wrong": [answer["id"] for grade, answer in graded if not grade.correct],
         }
 
-    def grade(self, task: str, id: str, text: str) -> Grade:
-        key = task, id, text
-        if key not in self.grades:
-            question = self.rows[task][id]
-            self.grades[key] = self.grader(question.get(GRADED_AS, task), question, text)
-        return self.grades[key]
-
     @property
     def notes(self) -> list[str]:
         return [f"{task} is not graded: {why}" for task, why in self.ungraded.items()]
 
 
-def with_progress(cells: Collection[Measured], activity: str, progress: bool) -> Iterator[Measured]:
-    bar = progress_bar(cells, unit="cell", disable=not (progress and cells))
-    for mine in bar:
-        bar.set_description(f"{activity}: {mine.cell.method} {mine.cell.task}", refresh=sys.stderr.isatty())
-        yield mine
+def keys_of(mine: Measured) -> dict[tuple[str, str, str], Answer]:
+    """Answers of a cell that have a grader, by task, question and text."""
+    task = mine.cell.task
+    answers = mine.whole_answers[0] if is_graded(task) else ()
+    return {(task, answer["id"], answer["text"][-1]): answer for answer in answers}
 
 
 def by_cell(rows: Mapping[Key, Row], repeats: int) -> dict[Cell, Measured]:
@@ -128,8 +122,11 @@ class Results:
 
     def record(self, progress: bool = False) -> dict[str, Any]:
         decoder, config = self.bench.llm.target.decoder, self.bench.config
-        self.scores.run_programs(self.measured.values(), progress)
-        cells = list(map(self.cell, with_progress(self.measured.values(), "grading and comparing", progress)))
+        scores = Scores(self.measured.values(), self.bench.questions, self.grader, progress)
+        bar, cells = progress_bar(self.measured.values(), unit="cell", disable=not progress), []
+        for mine in bar:
+            bar.set_description(f"comparing: {mine.cell.method} {mine.cell.task}", refresh=sys.stderr.isatty())
+            cells.append(self.cell(mine, scores))
         return {
             **measured_by(self.rows.values(), self.bench.runs()),
             "model": self.bench.llm.model_name,
@@ -140,7 +137,7 @@ class Results:
             "noise": self.lossless.noise_record(),
             "cells": cells,
             "notes": list(self._notes()),
-            "ungraded": self.scores.notes,
+            "ungraded": scores.notes,
             "runs": self.bench.runs(),
         }
 
@@ -184,7 +181,7 @@ class Results:
         found = by_cell(self.rows, self.bench.config.repeats)
         return {cell: found[cell] for method in self.bench.methods for cell in self.bench.config.cells(method)}
 
-    def cell(self, mine: Measured) -> dict[str, Any]:
+    def cell(self, mine: Measured, scores: Scores) -> dict[str, Any]:
         plain, rounds = self.plain_of(mine.cell), round_questions(mine)
         return {
             **asdict(mine.cell),
@@ -198,7 +195,7 @@ class Results:
             "prefill_s": to_record(mine.prefills),
             "speedup": speedup(mine, plain),
             "speedup_transformers": speedup(mine, self.measured.get(mine.cell.beside(TRANSFORMERS, None))),
-            "score": self.scores.of(mine),
+            "score": scores.of(mine),
             "lossless": self.lossless.of(mine, plain) if mine is not plain else None,
             "errors": [
                 {"id": answer["id"], "repeat": repeat, "error": answer["error"]}
@@ -207,10 +204,6 @@ class Results:
                 if answer["error"]
             ],
         }
-
-    @cached_property
-    def scores(self) -> Scores:
-        return Scores(self.bench.questions, self.grader)
 
     @cached_property
     def lossless(self) -> LosslessCheck:
@@ -225,20 +218,18 @@ def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dic
     record = read_record(folder / RESULTS_FILE)
     if not {"cells", "recipe"} <= set(record):
         raise ValueError(f"{folder} holds no answers to grade")
-    scores = Scores(read_questions(folder, record["recipe"], data_dir))
+    questions = read_questions(folder, record["recipe"], data_dir)
     firsts = by_cell(read_lines(folder / ROWS_FILE), 1)
-    found = [Cell(**{field.name: raw[field.name] for field in fields(Cell)}) for raw in record["cells"]]
+    found = [from_record(Cell, raw) for raw in record["cells"]]
     if lacking := next((cell for cell in found if cell not in firsts), None):
         raise ValueError(f"{folder / ROWS_FILE} has no answers of {lacking.method} on {lacking.task}")
-    measured = [firsts[cell] for cell in found]
-    scores.run_programs(measured, progress)
-    cells = []
-    for raw, mine in zip(record["cells"], with_progress(measured, "grading", progress), strict=True):
-        cells.append({**raw, "score": scores.of(mine)})
-        check_kept(mine.cell.task, raw["score"], cells[-1]["score"], scores.ungraded)
-    now = make_record({})
-    versions = {name: version for name, version in now["versions"].items() if name in ("python", *GRADERS)}
-    graded = {key: now[key] for key in ("command", "date", "commit")} | {"versions": versions}
+    scores = Scores([firsts[cell] for cell in found], questions, progress=progress)
+    cells = [{**raw, "score": scores.of(firsts[cell])} for raw, cell in zip(record["cells"], found, strict=True)]
+    for before, now in zip(record["cells"], cells, strict=True):
+        check_kept(now["task"], before["score"], now["score"], scores.ungraded)
+    made = make_record({})
+    versions = {name: version for name, version in made["versions"].items() if name in ("python", *GRADERS)}
+    graded = {key: made[key] for key in ("command", "date", "commit")} | {"versions": versions}
     return {**record, "cells": cells, "ungraded": scores.notes, "graded": graded}
 
 

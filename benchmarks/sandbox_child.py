@@ -81,7 +81,18 @@ def shut_in(order: dict[str, Any]) -> None:
     if not is_nobody and not is_walled:
         where = f"other users cannot read Python in {sys.base_prefix}, and this kernel has no Landlock"
         raise OSError(f"root would run them as root: {where}; run as another user, or with a Python that all may read")
-    set_limits(order)
+    limits = {
+        "RLIMIT_CPU": int(order["seconds"]) + 1,
+        "RLIMIT_AS": order["memory_mb"] * MB,
+        "RLIMIT_FSIZE": order["file_mb"] * MB,
+        "RLIMIT_NOFILE": order["open_files"],
+        "RLIMIT_NPROC": 0,
+        "RLIMIT_CORE": 0,
+    }
+    for name, value in limits.items():
+        with suppress(AttributeError, ValueError, OSError):  # not on this system
+            resource.setrlimit(getattr(resource, name), (value, value))
+    signal.setitimer(signal.ITIMER_REAL, order["seconds"])  # by default the alarm ends the process
     guard_interpreter(os.getcwd(), order["changes"])
     with open(os.__file__, "rb"):
         pass
@@ -176,21 +187,6 @@ def wall_files(folder: str) -> bool:
     refused = refused or ctypes.CDLL(None).prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0) or landlock(RESTRICT, rules, 0)
     os.close(rules)
     return refused == 0
-
-
-def set_limits(order: dict[str, Any]) -> None:
-    limits = {
-        "RLIMIT_CPU": int(order["seconds"]) + 1,
-        "RLIMIT_AS": order["memory_mb"] * MB,
-        "RLIMIT_FSIZE": order["file_mb"] * MB,
-        "RLIMIT_NOFILE": order["open_files"],
-        "RLIMIT_NPROC": 0,
-        "RLIMIT_CORE": 0,
-    }
-    for name, value in limits.items():
-        with suppress(AttributeError, ValueError, OSError):  # not on this system
-            resource.setrlimit(getattr(resource, name), (value, value))
-    signal.setitimer(signal.ITIMER_REAL, order["seconds"])  # by default the alarm ends the process
 
 
 def guard_interpreter(folder: str, max_changes: int) -> None:

@@ -39,12 +39,6 @@ def test_equal_methods_are_seldom_said_to_differ(claim: Callable[..., bool | Non
     assert claims <= 0.02 * TRIALS
 
 
-def test_what_is_clearly_faster_is_said_to_be_so() -> None:
-    rng = random.Random(0)
-    found = [Estimate.of_ratios([1.5 * rng.gauss(1, 0.01) / rng.gauss(1, 0.01) for _ in range(3)]) for _ in range(300)]
-    assert sum(bool(each and each.differs_from_1()) for each in found) > 290
-
-
 @pytest.mark.parametrize("times", [3, 2])
 def test_twice_as_fast_here_and_half_as_fast_there_is_as_fast(times: int) -> None:
     """Also where one of the tasks lacks a repeat."""
@@ -101,9 +95,9 @@ def test_other_questions_may_move_a_speedup_further_than_repeats_do() -> None:
     assert alone.text() == alike.text() == apart.text(), "the spread is that over repeats"
     logs = [math.log(value) for value in [0.6, 1.2, 2.4] * 4]
     assert apart.questions.spread == pytest.approx(stats.sem(logs)) and apart.questions.freedom == 11
-    better = Estimate.of_ratios([1.3, 1.301, 1.299], named([0.65, 1.3, 2.6] * 4, "others"))
+    faster = [1.3, 1.301, 1.299]
+    better, exact = Estimate.of_ratios(faster, named([0.65, 1.3, 2.6] * 4, "others")), Estimate.of_ratios(faster)
     assert better and better.is_near(apart) and not better.differs(apart)
-    exact = Estimate.of_ratios([1.3, 1.301, 1.299])
     assert exact and not exact.is_near(alone) and exact.differs(alone)
     assert Estimate.of_ratios(repeats, named([1.2])) == alone, "one question says nothing of others"
 

@@ -120,6 +120,7 @@ def shipped() -> dict[str, BenchConfig]:
         ({"measure": "miles"}, "choose one of methods, costs"),
         ({"measure": "costs", "tasks": ["gsm8k"]}, "tasks"),
         ({"measure": "costs", "depths": [5000]}, "depth is 5000"),
+        ({"measure": "costs", "contexts": [8, 8]}, "contexts must name at least one, and none twice"),
         ({"budget": 3}, "budget"),
         ({"repeats": 0}, "repeats is 0"),
         ({"tasks": []}, "tasks"),
@@ -282,7 +283,6 @@ def test_every_difference_of_a_run_is_told(changes: dict[str, Any], told: list[s
     [
         (0, "40 questions per task, at most"),
         (40, "40 questions per task behind the first 40, at most"),
-        ({"gsm8k": 40, "mbpp": 9}, "40 questions per task, behind the first 40 of gsm8k, at most"),
         ({"gsm8k": 40, "aime25": 9}, "40 questions per task, behind the first 40 of gsm8k and 9 of aime25, at most"),
         ({"mbpp": 9}, "40 questions per task, at most"),
     ],
