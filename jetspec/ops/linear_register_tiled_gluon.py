@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jetspec.ops.fragments_gluon import index, wait
 from jetspec.ops.layouts import REGISTER_BLOCK, RegisterTiles, register_tiles
-from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
+from jetspec.ops.linear_triton import Epilogue, TiledLinear
 from jetspec.ops.overlap_triton import launch
 
 BLOCK = gl.constexpr(REGISTER_BLOCK)

@@ -3,7 +3,7 @@
 It is written in Gluon, the language below Triton, and is warp-specialized. One producer warp copies blocks of both
 factors to shared memory (TMA), the first weight blocks while the previous kernel still runs. Two consumer groups of
 four warps multiply 64 rows each (wgmma). Barriers in shared memory mark each block as full or free, so that a tensor
-core always has another block to multiply. Norms are spread over kernels as in `linear_tiles_triton`.
+core always has another block to multiply. Norms are spread over kernels as in `linear_triton`.
 
 Layout: x (T, K), weight (N, K) or, gated, (2 N, K) with the gate first, out (T, N), all contiguous. A stage of shared
 memory holds WARP_ROWS x WARP_INPUTS of x and SIDES * BLOCK_N x WARP_INPUTS of the weight, gate rows first. With split-K
@@ -29,7 +29,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from jetspec.ops.buffers import barrier_counters, whole_tiles
 from jetspec.ops.fragments_gluon import grid_barrier, wait
 from jetspec.ops.layouts import WARP_INPUTS, WARP_ROWS, WarpTiles, is_small, small_weight_warp_tiles, warp_tiles
-from jetspec.ops.linear_tiles_triton import Epilogue, TiledLinear
+from jetspec.ops.linear_triton import Epilogue, TiledLinear
 from jetspec.ops.overlap_triton import launch
 from jetspec.ops.select import device_of, enabled
 

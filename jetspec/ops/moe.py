@@ -9,7 +9,7 @@ from torch import Tensor
 from jetspec.ops.layouts import Residual, Routed, copied
 from jetspec.ops.linear import linear
 from jetspec.ops.norm_rope import rms_norm, swiglu_reference
-from jetspec.ops.select import select
+from jetspec.ops.select import operation, select
 
 
 def norm_route(
@@ -24,12 +24,9 @@ def norm_route(
     return Routed(x_TM, *route(linear(x_TM, router), num_chosen, normalize, x_TM.dtype))
 
 
+@operation(lambda logits_TE, *_: (logits_TE,))
 def route(logits_TE: Tensor, num_chosen: int, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The experts (T, K) that each row chooses, and their weights."""
-    return select("route", route_reference, logits_TE)(logits_TE, num_chosen, normalize, dtype)
-
-
-def route_reference(logits_TE: Tensor, num_chosen: int, normalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     expert_TK = logits_TE.sort(dim=-1, descending=True, stable=True).indices[:, :num_chosen]
     weight_TK = logits_TE.softmax(-1, dtype=torch.float32).gather(-1, expert_TK)
     if normalize:
@@ -48,10 +45,6 @@ def add_mixture(total: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, ta
 
 
 def add_mixture_reference(total: Tensor, routed: Routed, gate_up: Tensor, down: Tensor, tap: Tensor | None) -> Residual:
-    return copied(Residual(total + mixture_reference(routed, gate_up, down).view_as(total)), tap)
-
-
-def mixture_reference(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
     """One expert after the other. Reads the chosen experts on the host."""
     x_TM, expert_TK, weight_TK = routed
     out = torch.zeros_like(x_TM)
@@ -59,4 +52,4 @@ def mixture_reference(routed: Routed, gate_up: Tensor, down: Tensor) -> Tensor:
         token, choice = torch.where(expert_TK == expert)
         y = F.linear(swiglu_reference(F.linear(x_TM[token], gate_up[expert])), down[expert])
         out.index_add_(0, token, y * weight_TK[token, choice, None])
-    return out
+    return copied(Residual(total + out.view_as(total)), tap)

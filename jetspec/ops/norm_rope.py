@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jetspec.ops.kv_write import store_kv
 from jetspec.ops.layouts import HeadNorm, RotaryTables, equal_distance
-from jetspec.ops.select import select
+from jetspec.ops.select import operation, select
 from jetspec.types import KVPages
 
 
@@ -34,12 +34,9 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
+@operation(lambda position, *_: (position,))
 def rope(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> RotaryTables:
     """Return the tables of `rotate` for integer positions (...)."""
-    return select("rope", rope_reference, position)(position, inv_freq, scale, dtype)
-
-
-def rope_reference(position: Tensor, inv_freq: Tensor, scale: float, dtype: torch.dtype) -> RotaryTables:
     angle = position.to(torch.float32)[..., None, None] * inv_freq
     cos, sin = angle.cos() * scale, angle.sin() * scale
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
@@ -51,18 +48,12 @@ def rotate(x: Tensor, tables: RotaryTables) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
 
 
+@operation(lambda qkv, _, tables, norm: (qkv, *tables, *_weights(norm)))
 def rotate_qkv(
     qkv: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split attention heads, (..., H + 2G, E), into q (..., H, E) and k, v (..., G, E), with q and k normalized, if a
     norm is given, and rotated. H may be 0."""
-    kernel = select("rotate_qkv", rotate_qkv_reference, qkv, *tables, *_weights(norm))
-    return kernel(qkv, num_kv_heads, tables, norm)
-
-
-def rotate_qkv_reference(
-    qkv: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None
-) -> tuple[Tensor, Tensor, Tensor]:
     G, H = num_kv_heads, qkv.shape[-2] - 2 * num_kv_heads
     qk, v = qkv.split((H + G, G), -2)
     if norm is None:
@@ -73,17 +64,11 @@ def rotate_qkv_reference(
     return rotate(q, tables), rotate(k, tables), v
 
 
+@operation(lambda qkv, _, tables, norm, pages, slot: (qkv, pages.k, *tables, *_weights(norm)))
 def rotate_store(
     qkv_TXE: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
 ) -> Tensor:
     """Apply `rotate_qkv`, write K and V to their slots of the paged cache and return q_THE. X is H + 2G here."""
-    kernel = select("rotate_store", rotate_store_reference, qkv_TXE, pages.k, *tables, *_weights(norm))
-    return kernel(qkv_TXE, num_kv_heads, tables, norm, pages, slot_T)
-
-
-def rotate_store_reference(
-    qkv_TXE: Tensor, num_kv_heads: int, tables: RotaryTables, norm: HeadNorm | None, pages: KVPages, slot_T: Tensor
-) -> Tensor:
     q_THE, k_TGE, v_TGE = rotate_qkv(qkv_TXE, num_kv_heads, tables, norm)
     store_kv(pages, k_TGE, v_TGE, slot_T)
     return q_THE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, wraps
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
@@ -318,6 +318,20 @@ def select(operation: str, reference: Callable[P, R], *inputs: Tensor, **facts: 
         return reference
     found = _first(operation, READERS.get(operation, _read)(*inputs, **facts))
     return reference if found is None else found
+
+
+def operation(inputs: Callable[..., tuple[Tensor, ...]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a plain torch reference an operation of its name: kernels serve it where the table says so for `inputs` of
+    its arguments."""
+
+    def decorate(reference: Callable[P, R]) -> Callable[P, R]:
+        @wraps(reference)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            return select(reference.__name__, reference, *inputs(*args, **kwargs))(*args, **kwargs)
+
+        return call
+
+    return decorate
 
 
 def uses_kernel(*inputs: Tensor) -> bool:

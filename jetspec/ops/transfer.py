@@ -10,19 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.ops.select import select
+from jetspec.ops.select import operation
 
 
+@operation(lambda source, _: (source,))
 def copy_to_host(source: Tensor, target: Tensor) -> None:
     """Copy a tensor to host memory, pinned for a GPU. The copy is complete when a later event has completed.
 
     For a few numbers a kernel takes less time than the switch to a copy engine and back.
     """
-    assert target.shape == source.shape and target.dtype == source.dtype
-    select("copy_to_host", copy_to_host_reference, source)(source, target)
-
-
-def copy_to_host_reference(source: Tensor, target: Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
@@ -60,11 +56,8 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+@operation(lambda time_S, _: (time_S,))
 def note_time(time_S: Tensor, count_1: Tensor) -> None:
     """Append the time of the device, in nanoseconds, to a ring buffer and increment its count. Both are int64."""
-    select("note_time", note_time_reference, time_S)(time_S, count_1)
-
-
-def note_time_reference(time_S: Tensor, count_1: Tensor) -> None:
     time_S[count_1 % len(time_S)] = time.perf_counter_ns()
     count_1 += 1

@@ -15,7 +15,7 @@ BLOCK = 1024
 
 def copy_to_host_triton(source: Tensor, target: Tensor) -> None:
     size, source = source.numel(), source.contiguous()
-    assert target.is_contiguous()
+    assert target.is_contiguous() and target.shape == source.shape and target.dtype == source.dtype
     launch(_copy_to_host_kernel, (triton.cdiv(size, BLOCK),), source, target, size, BLOCK=BLOCK)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.ops.select import select
+from jetspec.ops.select import operation
 from jetspec.tree.draft_tree import Acceptance, DraftTree, unpack_bits
 from jetspec.types import RowPenalties, RowSampling
 
@@ -27,12 +27,19 @@ _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
+@operation(lambda _, logits_BNV, *__: (logits_BNV,))
 def accept(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
     """Walk from the anchor to the child that carries the target's choice, until no child does.
 
     The anchor is at position `cached_len_B`, so the choice after a node of depth d is for `cached_len_B + d + 1`.
     """
-    return select("accept", accept_by_depth, logits_BNV)(tree, logits_BNV, sampling, cached_len_B)
+    row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
+
+    # Tokens are chosen along the path alone.
+    def choose(node_B: Tensor, depth: int) -> Tensor:
+        return choose_token(logits_BNV[row_B, node_B], sampling, cached_len_B + depth + 1)
+
+    return _walk(tree, choose)
 
 
 def accept_by_nodes(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
@@ -42,22 +49,9 @@ def accept_by_nodes(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, 
     return walk(tree, choose_nodes(logits_BNV, sampling, position_BN))
 
 
-def accept_by_depth(tree: DraftTree, logits_BNV: Tensor, sampling: RowSampling, cached_len_B: Tensor) -> Acceptance:
-    """`accept` that chooses tokens along the path alone, for a CPU."""
-    row_B = torch.arange(len(cached_len_B), device=cached_len_B.device)
-
-    def choose(node_B: Tensor, depth: int) -> Tensor:
-        return choose_token(logits_BNV[row_B, node_B], sampling, cached_len_B + depth + 1)
-
-    return _walk(tree, choose)
-
-
+@operation(lambda _, choice_BN: (choice_BN,))
 def walk(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
     """`accept` for choices of the target that are given, one per node."""
-    return select("walk", walk_reference, choice_BN)(tree, choice_BN)
-
-
-def walk_reference(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
     return _walk(tree, lambda node_B, depth: choice_BN.gather(1, node_B[:, None])[:, 0])
 
 
@@ -96,12 +90,9 @@ def choose_token(logits_BV: Tensor, sampling: RowSampling, position_B: Tensor) -
     return torch.where(sampling.temperature_B > 0, sampled_B, greedy_B)
 
 
+@operation(lambda logits_BNV, *_: (logits_BNV,))
 def choose_nodes(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
     """`choose_token` for several nodes per request, which share its sampling parameters. int64 (B, N)."""
-    return select("choose_nodes", choose_nodes_reference, logits_BNV)(logits_BNV, sampling, position_BN)
-
-
-def choose_nodes_reference(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
     num_nodes = logits_BNV.shape[1]
     columns: dict[str, Any] = {
         k: v.repeat_interleave(num_nodes) for k, v in vars(sampling).items() if torch.is_tensor(v)
