@@ -33,7 +33,7 @@ def _plan(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -
 def _launch(tiles: RegisterTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     T, N = out.shape
     grid = triton.cdiv(N, REGISTER_BLOCK), triton.cdiv(T, REGISTER_BLOCK)
-    operands = x_TK, weight, *epilogue.operands(out), *epilogue.sizes(out)
+    operands = x_TK, weight, epilogue.operands(out), epilogue.numbers(out)
     sizes = {"K": x_TK.shape[1], "GATED": epilogue.gated, "PARTS": epilogue.parts, "tiles": tiles}
     launch(_register_tiled_linear_kernel, grid, *operands, **sizes, num_warps=tiles.WARPS)
 
@@ -45,19 +45,8 @@ REGISTER_TILED = TiledLinear(_plan, _launch)
 def _register_tiled_linear_kernel(
     x_ptr,
     weight_ptr,
-    bias_ptr,
-    squares_ptr,
-    total_ptr,
-    out_ptr,
-    next_norm_ptr,
-    scaled_ptr,
-    next_squares_ptr,
-    tap_ptr,
-    T,
-    N,
-    num_parts,
-    tap_stride,
-    eps,
+    operands,
+    numbers,
     K: gl.constexpr,
     GATED: gl.constexpr,
     PARTS: gl.constexpr,
@@ -65,6 +54,8 @@ def _register_tiled_linear_kernel(
     OVERLAP: gl.constexpr = False,
 ):
     """16 outputs of 16 rows: every warp multiplies its own range of K, then the warps' sums are added."""
+    bias_ptr, squares_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, next_squares_ptr, tap_ptr = operands
+    T, N, num_parts, tap_stride, eps = numbers
     WARPS: gl.constexpr = tiles.WARPS
     sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK, 8])
     # Neighbouring threads hold neighbouring outputs, each with the sums of all warps.

@@ -66,7 +66,7 @@ class Epilogue:
         read = self.bias, self.squares, self.total
         return *read, out, self.next_norm, self.scaled, self.next_squares, self.tap
 
-    def sizes(self, out: Tensor) -> tuple[int | float, ...]:
+    def numbers(self, out: Tensor) -> tuple[int | float, ...]:
         """T, N, num_parts, tap_stride, eps."""
         num_parts = 0 if self.squares is None else len(self.squares)
         return *out.shape, num_parts, 0 if self.tap is None else self.tap.stride(0), self.eps
@@ -256,7 +256,7 @@ def _launch_rows(tiles: RowTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epi
     x_desc = TensorDescriptor.from_tensor(whole_tiles(x_TK, tiles.BLOCK_M), [tiles.BLOCK_M, tiles.BLOCK_K])
     weight_desc = TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N, tiles.BLOCK_K])
     half_desc = TensorDescriptor.from_tensor(weight, [tiles.BLOCK_N // 2, tiles.BLOCK_K]) if tiles.HALF else None
-    operands = weight, x_desc, weight_desc, half_desc, *epilogue.operands(out), K, *epilogue.sizes(out)
+    operands = weight, x_desc, weight_desc, half_desc, epilogue.operands(out), K, epilogue.numbers(out)
     sizes = {"GATED": epilogue.gated, "PARTS": epilogue.parts, "EARLY": is_small(weight), **tiles._asdict()}
     launch(_rows_linear_kernel, (triton.cdiv(N, tiles.width), triton.cdiv(T, tiles.BLOCK_M)), *operands, **sizes)
 
@@ -302,20 +302,9 @@ def _rows_linear_kernel(
     x_desc,
     weight_desc,
     half_desc,
-    bias_ptr,
-    squares_ptr,
-    total_ptr,
-    out_ptr,
-    next_norm_ptr,
-    scaled_ptr,
-    next_squares_ptr,
-    tap_ptr,
+    operands,
     K,
-    T,
-    N,
-    num_parts,
-    tap_stride,
-    eps,
+    numbers,
     GATED: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -327,6 +316,8 @@ def _rows_linear_kernel(
 ):
     """A tile of BLOCK_M rows and BLOCK_N (+ HALF_N) outputs. A small weight is prefetched EARLY, while the previous
     kernel still runs."""
+    bias_ptr, squares_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, next_squares_ptr, tap_ptr = operands
+    T, N, num_parts, tap_stride, eps = numbers
     HALF_N: tl.constexpr = BLOCK_N // 2
     tile = tl.program_id(0)
     first = tile * (BLOCK_N + HALF_N if HALF else BLOCK_N)

@@ -70,7 +70,7 @@ def _launch(tiles: WarpTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogu
     sides = 2 if epilogue.gated else 1
     sizes = Sizes(*tiles, tiles.width, tiles.stages(epilogue.gated), sides, epilogue.parts)
     descriptors = _blocks(whole_tiles(x_TK, WARP_ROWS), WARP_ROWS), _blocks(weight, tiles.BLOCK_N), half_desc
-    operands = part, barrier, *epilogue.operands(out), K, *epilogue.sizes(out)
+    operands = part, barrier, epilogue.operands(out), K, epilogue.numbers(out)
     grid = programs * tiles.SPLITS, row_tiles
     launch(_warp_specialized_linear_kernel, grid, *descriptors, *operands, sizes=sizes, num_warps=4)
 
@@ -91,25 +91,16 @@ def _warp_specialized_linear_kernel(
     half_desc,
     part_ptr,
     barrier_ptr,
-    bias_ptr,
-    squares_ptr,
-    total_ptr,
-    out_ptr,
-    next_norm_ptr,
-    scaled_ptr,
-    next_squares_ptr,
-    tap_ptr,
+    operands,
     K,
-    T,
-    N,
-    num_parts,
-    tap_stride,
-    eps,
+    numbers,
     sizes: gl.constexpr,
     OVERLAP: gl.constexpr = False,
 ):
     """A tile of 128 rows and BLOCK_N (+ BLOCK_N / 2) outputs. With two sides, one product makes gate and up: a block of
     shared memory holds the weight rows of both, gate first."""
+    bias_ptr, squares_ptr, total_ptr, out_ptr, next_norm_ptr, scaled_ptr, next_squares_ptr, tap_ptr = operands
+    T, N, num_parts, tap_stride, eps = numbers
     STAGES: gl.constexpr = sizes.STAGES
     ROWS: gl.constexpr = sizes.SIDES * sizes.BLOCK_N
     dtype: gl.constexpr = x_desc.dtype

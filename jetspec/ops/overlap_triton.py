@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jetspec.ops.select import enabled
 
@@ -27,7 +26,7 @@ from jetspec.ops.select import enabled
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Runs a kernel on the device of its first tensor. It takes part if it has a constant OVERLAP, which is not given,
     and the device can."""
-    x = next(arg for arg in args if isinstance(arg, Tensor))
+    x = next(arg for group in args for arg in (group if isinstance(group, tuple) else (group,)) if torch.is_tensor(arg))
     if "OVERLAP" in kernel.arg_names and "OVERLAP" not in options:
         options |= {"OVERLAP": True, "launch_pdl": True} if enabled("overlap", x.device) else {"OVERLAP": False}
     with torch.cuda.device_of(x):

@@ -341,10 +341,10 @@ def best_logprob_triton(
     grid, numbers = (chunks, blocks, B), (V, span, _stride(temperature_B))
     options = {"sizes": Sizes(D, P, R, ranks, depths, parents, tile), "num_warps": num_warps(depths * parents)}
     options["num_stages"] = num_stages(ranks, itemsize)
-    launch(_children_kernel, grid, *inputs, top_BCDQ, total_BCDQ, None, None, *numbers, **options)
+    launch(_children_kernel, grid, inputs, top_BCDQ, total_BCDQ, None, None, *numbers, **options)
     sums = top_BCDQ, total_BCDQ, lse_QBD, chunks
     launch(_sum_kernel, (P + 1, D, B), *sums, CHUNKS=triton.next_power_of_2(chunks))
-    launch(_children_kernel, grid, *inputs, None, None, lse_QBD, best_BDV, *numbers, **options)
+    launch(_children_kernel, grid, inputs, None, None, lse_QBD, best_BDV, *numbers, **options)
     return best_BDV, lse_QBD[P]
 
 
@@ -378,13 +378,7 @@ def _stride(temperature_B: Tensor | None) -> int:
 
 @triton.jit
 def _children_kernel(
-    logits_ptr,
-    root_ptr,
-    parents_ptr,
-    temperature_ptr,
-    gate_ptr,
-    predecessor_ptr,
-    successor_ptr,
+    inputs,
     top_ptr,
     total_ptr,
     lse_ptr,
@@ -397,6 +391,7 @@ def _children_kernel(
 ):
     """One chunk of the vocabulary. Without log-sum-exps: the maximum logit of each row, and the sum of exponentials
     relative to it. With them: the log-probability of each token, maximized over the parents of a depth and none."""
+    logits_ptr, root_ptr, parents_ptr, temperature_ptr, gate_ptr, predecessor_ptr, successor_ptr = inputs
     D: tl.constexpr = sizes.D
     DEPTHS: tl.constexpr = sizes.DEPTHS
     PARENTS: tl.constexpr = sizes.PARENTS

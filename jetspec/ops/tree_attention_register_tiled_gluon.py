@@ -60,7 +60,7 @@ def attend(
     programs, most_runs = tiles * call.key_heads, triton.cdiv(call.capacity, keys.WARPS * keys.C)
     splits = power_of_2_below(min(device_of(q_THE.device).multiprocessors // programs, MAX_SPLITS, most_runs))
     part, lse = call.partial(programs, splits, REGISTER_QUERIES, E)
-    tensors = pages.k, pages.v, *call.operands(), part, lse, counters(q_THE.device)
+    tensors = pages.k, pages.v, call.operands(), part, lse, counters(q_THE.device)
     numbers = call.log2_scale, layout.first_seen, tiles, pages.k.stride(1), pages.k.stride(2), *call.strides()
     sizes = {"TREE": call.ancestor is not None, "SPLITS": splits, **call.constants(), **keys._asdict()}
     launch(_register_tiled_attention_kernel, (programs, splits), *tensors, *numbers, **sizes, num_warps=keys.WARPS)
@@ -71,12 +71,7 @@ def attend(
 def _register_tiled_attention_kernel(
     k_ptr,
     v_ptr,
-    q_ptr,
-    page_ptr,
-    cached_ptr,
-    start_ptr,
-    ancestor_ptr,
-    out_ptr,
+    operands,
     part_ptr,
     lse_ptr,
     finished_ptr,
@@ -106,6 +101,7 @@ def _register_tiled_attention_kernel(
     Chunks of the prefix come first, then those of the tree, which start at a word of the mask. Keys are numbered and
     masked as in `tree_attention_triton`.
     """
+    q_ptr, page_ptr, cached_ptr, start_ptr, ancestor_ptr, out_ptr = operands
     scores: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, BLOCK_M, 8])
     q_layout: gl.constexpr = gl.DotOperandLayout(0, scores, 8)
     k_layout: gl.constexpr = gl.DotOperandLayout(1, scores, 8)

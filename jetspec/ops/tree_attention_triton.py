@@ -71,7 +71,7 @@ def attend(
     part, lse = call.partial(programs, splits, tiling.BLOCK_M, tiling.BLOCK_E)
     is_tree_B = None if call.ancestor is None else batch.is_tree_B
     finished = counters(q_THE.device) if splits > 1 else None
-    tensors = pages.k, pages.v, batch.position_T, is_tree_B, *call.operands(), part, lse, finished
+    tensors = pages.k, pages.v, batch.position_T, is_tree_B, call.operands(), part, lse, finished
     numbers = call.log2_scale, window or 0, layout.first_seen, layout.earlier, tiles
     strides = pages.k.stride(1), pages.k.stride(2), *call.strides()
     sizes = {"TREE": call.ancestor is not None, "WINDOWED": window is not None, "SPLITS": splits}
@@ -121,12 +121,7 @@ def _tree_attention_kernel(
     v_ptr,
     position_ptr,
     is_tree_ptr,
-    q_ptr,
-    page_ptr,
-    cached_ptr,
-    start_ptr,
-    ancestor_ptr,
-    out_ptr,
+    operands,
     part_ptr,
     lse_ptr,
     finished_ptr,
@@ -167,6 +162,7 @@ def _tree_attention_kernel(
     The previous kernel writes q and the K and V in flight, but not lengths, pages and masks. These are read while it
     still runs, and pages always one block ahead.
     """
+    q_ptr, page_ptr, cached_ptr, start_ptr, ancestor_ptr, out_ptr = operands
     # read lengths. Late tiles of a chain see the most keys, so they start first; tiles that share keys are neighbours.
     tile = tiles - 1 - tl.program_id(0) % tiles
     pair = tl.program_id(0) // tiles

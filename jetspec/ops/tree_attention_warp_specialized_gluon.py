@@ -88,7 +88,7 @@ def attend(
     part, lse = call.partial(programs * groups, splits, WARP_QUERIES, E)
     blocks = {"SPLITS": splits, "GROUPS": groups, "BLOCK_N": block_n, "STAGES": stage_keys // block_n}
     sizes = Sizes(**call.constants(), **blocks)
-    tensors = _pages(pages.k), _pages(pages.v), *call.operands(), part, lse, barrier_counters(q_THE.device)
+    tensors = _pages(pages.k), _pages(pages.v), call.operands(), part, lse, barrier_counters(q_THE.device)
     slots = len(pages.k) * batch.layout.page_size
     numbers = call.log2_scale, tiles, slots, *call.strides(), MIN_RUN // block_n
     grid = (programs * splits,)
@@ -110,12 +110,7 @@ def _pages(x_PSGE: Tensor) -> TensorDescriptor:
 def _warp_specialized_attention_kernel(
     k_desc,
     v_desc,
-    q_ptr,
-    page_ptr,
-    cached_ptr,
-    start_ptr,
-    ancestor_ptr,
-    out_ptr,
+    operands,
     part_ptr,
     lse_ptr,
     barrier_ptr,
@@ -136,6 +131,7 @@ def _warp_specialized_attention_kernel(
 
     The previous kernel writes q and the K and V in flight, but not lengths, pages and masks.
     """
+    q_ptr, page_ptr, cached_ptr, start_ptr, ancestor_ptr, out_ptr = operands
     # read lengths, choose the run of key blocks
     HALVES: gl.constexpr = sizes.E // 64
     SPLITS: gl.constexpr = sizes.SPLITS

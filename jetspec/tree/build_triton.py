@@ -54,7 +54,7 @@ def build_tree_triton(anchor_B: Tensor, candidates: Candidates, config: TreeConf
     sizes: dict[str, Any] = {"SCORE": config.score, "PAPER": config.expand == "paper"}
     sizes |= {"SLOTS": triton.next_power_of_2(N), "WIDTH": triton.next_power_of_2(max(K, 1)), "num_warps": 1}
     # No fusion: a product and a sum round twice in the reference.
-    launch(_build_tree_kernel, (B,), *inputs, *nodes, size_B, *numbers, **sizes, enable_fp_fusion=False)
+    launch(_build_tree_kernel, (B,), *inputs, nodes, size_B, *numbers, **sizes, enable_fp_fusion=False)
     sizes = {"NODES": NODES, "WORDS": triton.next_power_of_2(W), "num_warps": 1}
     launch(_ancestor_kernel, (B, -(-N // NODES)), parent_BN, ancestor_BNW, N, W, max_depth, **sizes)
     return DraftTree(token_BN, parent_BN, depth_BN, ancestor_BNW, size_B, max_depth, score_BN)
@@ -76,10 +76,7 @@ def _build_tree_kernel(
     logprob_ptr,
     index_ptr,
     entropy_ptr,
-    node_token_ptr,
-    node_parent_ptr,
-    node_depth_ptr,
-    node_score_ptr,
+    nodes,
     size_ptr,
     N,
     D,
@@ -102,6 +99,7 @@ def _build_tree_kernel(
     # empty frontier with the root
     row = tl.program_id(0).to(tl.int64)
     own = row * N
+    node_token_ptr, node_parent_ptr, node_depth_ptr, node_score_ptr = nodes
     nodes = node_token_ptr + own, node_parent_ptr + own, node_depth_ptr + own, node_score_ptr + own
     anchor = tl.load(anchor_ptr + row)
     slot = tl.arange(0, SLOTS)
