@@ -45,6 +45,13 @@ class Pointer:
         return SimpleNamespace(element_ty=self.memory.dtype)
 
 
+def as_pointers(arg: Any) -> Any:
+    """Returns an argument of a kernel with pointers in place of tensors, alone and in tuples."""
+    if isinstance(arg, tuple):
+        return tuple(map(as_pointers, arg))
+    return Pointer.to(arg) if isinstance(arg, Tensor) else arg
+
+
 def load(at: Pointer, mask: Any = None, other: float = 0, cache_modifier: str = "") -> Tensor:
     place = torch.as_tensor(at.place)
     if mask is None:
@@ -234,7 +241,7 @@ class Interpreted:
         space |= {"mbarrier": barriers, "tma": SimpleNamespace(async_copy_global_to_shared=copy)}
         space |= {"warpgroup_mma": multiply_shared, "fence_async_shared": lambda: None}
         space |= {"warpgroup_mma_wait": lambda num_outstanding, deps: deps if len(deps) > 1 else deps[0]}
-        functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon") and f.is_gluon()}
+        functions = {name: f for name, f in module.items() if hasattr(f, "is_gluon")}
         for borrowed in functions.values():  # with the constants of the module that it is from
             space = {name: getattr(v, "value", v) for name, v in borrowed.fn.__globals__.items()} | space
         space |= {name: FunctionType(f.fn.__code__, space, name, f.fn.__defaults__) for name, f in functions.items()}
@@ -257,7 +264,7 @@ class Interpreted:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*args: Any, **options: Any) -> None:
             constants = {name: value for name, value in options.items() if name in self.arg_names}
-            pointers = [Pointer.to(arg) if isinstance(arg, Tensor) else arg for arg in args]
+            pointers = [as_pointers(arg) for arg in args]
             self.grids.append(grid)
             DEADLINE.at = time.monotonic() + WAIT_S
 

@@ -173,24 +173,6 @@ class _Objective:
         return self.teacher_RM.unflatten(0, (chunks, -1))[rows.start // self.chunk]
 
 
-@dataclass(frozen=True)
-class _Logits:
-    """Factors of the student's logits x w^T, where x concatenates states and edges, and w their matrices.
-
-    `dx_RK` takes the gradient of the last columns of x, if any is needed; `dws` lists the columns of w that need
-    gradients with the tensors that accumulate them.
-    """
-
-    x_RK: Tensor
-    w_VK: Tensor
-    dx_RK: Tensor | None
-    dws: list[tuple[slice, Tensor]]
-
-    @property
-    def with_grad(self) -> bool:
-        return self.dx_RK is not None or bool(self.dws)
-
-
 class _DistillLoss(torch.autograd.Function):
     """Computes gradients in forward, while the logits exist. The loss is a scalar, so backward only scales them."""
 
@@ -221,50 +203,45 @@ def _score(
     student: _Factors, grads: Sequence[Tensor | None], objective: _Objective
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the weighted sum, then `RowScores`. Fill the gradients of the student that are not None."""
-    hidden, (d_hidden, d_edge, _, _) = student[0], grads
-    dtype = _compute_dtype(hidden)
+    (hidden, edge, successor, head), (d_hidden, d_edge, d_successor, d_head) = student, grads
+    M, dtype = hidden.shape[1], _compute_dtype(hidden)
     objective = replace(objective, lm_head_VM=objective.lm_head_VM.to(dtype))
-    logits = _concatenated(student, grads, objective.lm_head_VM)
+    # The logits are x w^T, where x concatenates states and edges, and w their matrices.
+    x, w = hidden.to(dtype), objective.lm_head_VM if head is None else head.to(dtype)
+    if edge is not None and successor is not None:
+        x, w = torch.cat((x, edge.to(dtype)), 1), torch.cat((w, successor.to(dtype)), 1)
+    width = x.shape[1] if d_hidden is not None else x.shape[1] - M if d_edge is not None else 0
+    dx = x.new_empty(len(x), width) if width else None  # of the last columns of x
+    dws = [(at, dw) for at, dw in ((slice(0, M), d_head), (slice(M, None), d_successor)) if dw is not None]
 
     loss_R = torch.empty(len(hidden), dtype=_at_least_fp32(hidden), device=hidden.device)
     hit_R, label_prob_R = torch.empty_like(loss_R, dtype=torch.bool), torch.empty_like(loss_R)
     for start in range(0, len(hidden), objective.chunk):
         rows = slice(start, start + objective.chunk)
-        loss_R[rows], hit_R[rows], label_prob_R[rows] = _score_chunk(rows, logits, objective)
-    if logits.dx_RK is not None:
-        width = 0 if d_hidden is None else d_hidden.shape[1]
-        for grad, found in ((d_hidden, logits.dx_RK[:, :width]), (d_edge, logits.dx_RK[:, width:])):
+        loss_R[rows], hit_R[rows], label_prob_R[rows] = _score_chunk(rows, x, w, dx, dws, objective)
+    if dx is not None:
+        columns = 0 if d_hidden is None else M
+        for grad, found in ((d_hidden, dx[:, :columns]), (d_edge, dx[:, columns:])):
             if grad is not None:
                 grad.copy_(found)
     return (objective.weight_R * loss_R).sum(), loss_R, hit_R, label_prob_R
 
 
-def _concatenated(student: _Factors, grads: Sequence[Tensor | None], lm_head_VM: Tensor) -> _Logits:
-    (hidden, edge, successor, head), (d_hidden, d_edge, d_successor, d_head) = student, grads
-    M, dtype = hidden.shape[1], lm_head_VM.dtype
-    x, w = hidden.to(dtype), lm_head_VM if head is None else head.to(dtype)
-    if edge is not None and successor is not None:
-        x, w = torch.cat((x, edge.to(dtype)), 1), torch.cat((w, successor.to(dtype)), 1)
-    width = x.shape[1] if d_hidden is not None else x.shape[1] - M if d_edge is not None else 0
-    parts = ((slice(0, M), d_head), (slice(M, None), d_successor))
-    dx = x.new_empty(len(x), width) if width else None
-    return _Logits(x, w, dx, [(at, dw) for at, dw in parts if dw is not None])
-
-
-def _score_chunk(rows: slice, logits: _Logits, objective: _Objective) -> RowScores:
+def _score_chunk(
+    rows: slice, x: Tensor, w: Tensor, dx: Tensor | None, dws: list[tuple[slice, Tensor]], objective: _Objective
+) -> RowScores:
     """Score one chunk. A separate function, so that its logits are freed before those of the next are allocated."""
-    x_RK, w_VK = logits.x_RK[rows], logits.w_VK
-    z_RV = x_RK @ w_VK.T
+    z_RV = x[rows] @ w.T
     teacher_SM, teacher_of_R = objective.teachers(rows), objective.teacher_of_R
     u_SV = None if teacher_SM is None else teacher_SM.to(z_RV.dtype) @ objective.lm_head_VM.T
 
     labels = None if teacher_of_R is None else teacher_of_R[rows], objective.label_R[rows], objective.weight_R[rows]
-    kernel = select("distill_loss", distill_loss_reference, z_RV)
-    scores = kernel(z_RV, u_SV, *labels, objective.kind, objective.temperature, logits.with_grad)
-    if logits.dx_RK is not None:
-        torch.mm(z_RV, w_VK[:, -logits.dx_RK.shape[1] :], out=logits.dx_RK[rows])
-    for columns, dw in logits.dws:
-        dw.add_(z_RV.T @ x_RK[:, columns])
+    kernel, with_grad = select("distill_loss", distill_loss_reference, z_RV), dx is not None or bool(dws)
+    scores = kernel(z_RV, u_SV, *labels, objective.kind, objective.temperature, with_grad)
+    if dx is not None:
+        torch.mm(z_RV, w[:, -dx.shape[1] :], out=dx[rows])
+    for columns, dw in dws:
+        dw.add_(z_RV.T @ x[rows, columns])
     return scores
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jetspec.ops import buffers
+from jetspec.ops import layouts
 
 
 @gluon.jit
@@ -22,15 +22,7 @@ def index(SIZE: gl.constexpr, DIM: gl.constexpr, layout: gl.constexpr):
         return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
 
 
-@gluon.jit
-def wait(OVERLAP: gl.constexpr):
-    """Waits for the previous kernel: see `overlap_triton`."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-MAX_PROGRAMS = tl.constexpr(buffers.MAX_BARRIER_PROGRAMS)
+MAX_PROGRAMS = tl.constexpr(layouts.MAX_BARRIER_PROGRAMS)
 
 
 @gluon.jit

@@ -18,10 +18,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from jetspec.ops.fragments_gluon import index, wait
+from jetspec.ops.fragments_gluon import index
 from jetspec.ops.layouts import REGISTER_BLOCK, RegisterTiles, register_tiles
 from jetspec.ops.linear_triton import Epilogue, TiledLinear
-from jetspec.ops.overlap_triton import launch
+from jetspec.ops.overlap_triton import launch, wait
 
 BLOCK = gl.constexpr(REGISTER_BLOCK)
 

@@ -25,8 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetspec.ops.buffers import new_rows, whole_tiles
-from jetspec.ops.layouts import STAGE_BYTES, Residual, copied, is_small
+from jetspec.ops.layouts import STAGE_BYTES, Residual, copied, is_small, new_rows, whole_tiles
 from jetspec.ops.norm_rope import rms_norm
 from jetspec.ops.overlap_triton import fetch, launch, wait
 from jetspec.ops.select import device_of, enabled

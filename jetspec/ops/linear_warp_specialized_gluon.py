@@ -26,11 +26,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.buffers import barrier_counters, whole_tiles
-from jetspec.ops.fragments_gluon import grid_barrier, wait
-from jetspec.ops.layouts import WARP_INPUTS, WARP_ROWS, WarpTiles, is_small, small_weight_warp_tiles, warp_tiles
+from jetspec.ops.fragments_gluon import grid_barrier
+from jetspec.ops.layouts import (
+    WARP_INPUTS,
+    WARP_ROWS,
+    WarpTiles,
+    barrier_counters,
+    is_small,
+    small_weight_warp_tiles,
+    warp_tiles,
+    whole_tiles,
+)
 from jetspec.ops.linear_triton import Epilogue, TiledLinear
-from jetspec.ops.overlap_triton import launch
+from jetspec.ops.overlap_triton import launch, wait
 from jetspec.ops.select import device_of, enabled
 
 BLOCK_M, BLOCK_K = gl.constexpr(WARP_ROWS), gl.constexpr(WARP_INPUTS)

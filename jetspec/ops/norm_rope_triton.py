@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.buffers import new_rows
 from jetspec.ops.kv_write_triton import check_slots
-from jetspec.ops.layouts import HeadNorm, RotaryTables, equal_distance
+from jetspec.ops.layouts import HeadNorm, RotaryTables, equal_distance, new_rows
 from jetspec.ops.overlap_triton import launch, wait
 from jetspec.types import KVPages
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetspec.ops.buffers import new_rows
+from jetspec.ops.layouts import new_rows
 from jetspec.ops.select import select
 from jetspec.types import KVPages, TreeBatch
 
@@ -171,6 +171,10 @@ def _as_slice(index: Tensor) -> slice | Tensor:
     return index
 
 
+UNSPECIALIZED = "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"
+"""Arguments of every kernel for whose values none is compiled anew."""
+
+
 @dataclass(frozen=True)
 class Attention:
     """Operands of the kernels, which differ in how they tile queries and keys. Query rows of a request are (node, query
@@ -233,7 +237,7 @@ class Attention:
         return self.q_THE, layout.page_BP, layout.cached_len_B, layout.query_start_B1, self.ancestor, self.out
 
     def strides(self) -> tuple[int, ...]:
-        """q_stride_t, q_stride_h, page_stride_b, ancestor_stride_b, ancestor_stride_n, W."""
+        """q_stride_t, q_stride_h, then those of `UNSPECIALIZED`."""
         bits = (0, 0, 0) if self.ancestor is None else (*self.ancestor.stride()[:2], self.ancestor.shape[2])
         return *self.q_THE.stride()[:2], self.batch.layout.page_BP.stride(0), *bits
 

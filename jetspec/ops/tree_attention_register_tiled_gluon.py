@@ -23,12 +23,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from jetspec.ops.buffers import counters
-from jetspec.ops.fragments_gluon import index, wait
-from jetspec.ops.layouts import REGISTER_QUERIES, power_of_2_below
-from jetspec.ops.overlap_triton import launch
+from jetspec.ops.fragments_gluon import index
+from jetspec.ops.layouts import REGISTER_QUERIES, counters, power_of_2_below
+from jetspec.ops.overlap_triton import launch, wait
 from jetspec.ops.select import device_of
-from jetspec.ops.tree_attention import Attention
+from jetspec.ops.tree_attention import UNSPECIALIZED, Attention
 from jetspec.types import KVPages, TreeBatch
 
 MAX_SPLITS = 32
@@ -67,7 +66,7 @@ def attend(
     return call.out
 
 
-@gluon.jit(do_not_specialize=["first_seen", "tiles", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"])
+@gluon.jit(do_not_specialize=["first_seen", "tiles", *UNSPECIALIZED])
 def _register_tiled_attention_kernel(
     k_ptr,
     v_ptr,

@@ -19,11 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetspec.ops.buffers import counters
-from jetspec.ops.layouts import FEW_QUERY_ROWS, is_narrow, power_of_2_below
+from jetspec.ops.layouts import FEW_QUERY_ROWS, counters, is_narrow, power_of_2_below
 from jetspec.ops.overlap_triton import launch, wait
 from jetspec.ops.select import device_of
-from jetspec.ops.tree_attention import Attention
+from jetspec.ops.tree_attention import UNSPECIALIZED, Attention
 from jetspec.types import KVPages, TreeBatch
 
 WARPS_PER_MULTIPROCESSOR = 8
@@ -110,12 +109,7 @@ def choose_splits(fitting: int, max_queries: int, max_runs: int) -> int:
     return power_of_2_below(min(fitting, MAX_SPLITS, max_runs))
 
 
-@triton.jit(
-    do_not_specialize=[
-        *("window", "first_seen", "earlier", "tiles", "min_run"),
-        *("page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W"),
-    ]
-)
+@triton.jit(do_not_specialize=["window", "first_seen", "earlier", "tiles", "min_run", *UNSPECIALIZED])
 def _tree_attention_kernel(
     k_ptr,
     v_ptr,

@@ -37,12 +37,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jetspec.ops.buffers import MAX_BARRIER_PROGRAMS, barrier_counters
-from jetspec.ops.fragments_gluon import grid_barrier, index, wait
-from jetspec.ops.layouts import LONG_WARP_KEYS, WARP_KEYS, WARP_QUERIES, num_groups, num_tiles, power_of_2_below
-from jetspec.ops.overlap_triton import launch
+from jetspec.ops.fragments_gluon import grid_barrier, index
+from jetspec.ops.layouts import (
+    LONG_WARP_KEYS,
+    MAX_BARRIER_PROGRAMS,
+    WARP_KEYS,
+    WARP_QUERIES,
+    barrier_counters,
+    num_groups,
+    num_tiles,
+    power_of_2_below,
+)
+from jetspec.ops.overlap_triton import launch, wait
 from jetspec.ops.select import device_of, enabled
-from jetspec.ops.tree_attention import Attention
+from jetspec.ops.tree_attention import UNSPECIALIZED, Attention
 from jetspec.types import KVPages, TreeBatch
 
 STAGE_KEYS = {64: 512, 128: 384}
@@ -104,9 +112,7 @@ def _pages(x_PSGE: Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, shape, gl.NVMMASharedLayout.get_default_for(shape, dtype))
 
 
-@gluon.jit(
-    do_not_specialize=["tiles", "slots", "page_stride_b", "ancestor_stride_b", "ancestor_stride_n", "W", "min_run"]
-)
+@gluon.jit(do_not_specialize=["tiles", "slots", "min_run", *UNSPECIALIZED])
 def _warp_specialized_attention_kernel(
     k_desc,
     v_desc,

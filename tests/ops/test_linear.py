@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from jetspec.ops import Residual, add_linear, layouts, norm_linear, norm_swiglu, rms_norm, select, swiglu
-from jetspec.ops.buffers import MAX_BARRIER_PROGRAMS, barrier_counters
+from jetspec.ops.layouts import MAX_BARRIER_PROGRAMS, barrier_counters
 from jetspec.ops.linear import HAS_MKL_PACKING, can_pack, linear
 from jetspec.ops.select import Device, Facts, force
 from tests.gluon import Blocks, Interpreted

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from jetspec.ops.buffers import TILE, new_rows, whole_tiles
+from jetspec.ops.layouts import TILE, new_rows, whole_tiles
 from jetspec.ops.select import force
 
 EPS = 1e-6

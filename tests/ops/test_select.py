@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from jetspec import ops
 from jetspec.ops import select
-from jetspec.ops.kv_write import place_reference
 from jetspec.ops.select import force, uses_kernel, without
 
 
@@ -26,7 +26,7 @@ def chosen(operation: str, *inputs: Tensor, **facts: int) -> str:
 
 
 def test_a_cpu_runs_the_reference() -> None:
-    assert select.select("place", place_reference, torch.zeros(1)) is place_reference
+    assert select.select("place", ops.place, torch.zeros(1)) is ops.place
     with force("reference"):
         assert not uses_kernel(torch.zeros(1))
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.ops import plan_attention, select, store_kv, tree_attention
-from jetspec.ops.buffers import MAX_BARRIER_PROGRAMS, barrier_counters, counters
+from jetspec.ops.layouts import MAX_BARRIER_PROGRAMS, barrier_counters, counters
 from jetspec.ops.select import STAND_IN, Device, Facts, force
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 from tests.gluon import Blocks, Interpreted
