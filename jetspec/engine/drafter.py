@@ -15,8 +15,7 @@ from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.rows import RowTable
 from jetspec.models.decoder import Decoder
-from jetspec.models.draft_head import HeadState
-from jetspec.models.heads import EngineHead
+from jetspec.models.draft_head import EngineHead, HeadState
 from jetspec.ops.transfer import send, upload
 from jetspec.tree import DraftTree
 from jetspec.types import Request, RoundFeatures, RowSampling, TreeBatch

@@ -23,7 +23,7 @@ from jetspec.engine.runner import DecodeBatch, Launched, PrefillSizes, RoundRow,
 from jetspec.engine.scheduler import Scheduler
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import Decoder
-from jetspec.models.heads import EngineHead
+from jetspec.models.draft_head import EngineHead
 from jetspec.types import (
     Completion,
     Constraint,

@@ -20,7 +20,6 @@ from jetspec.types import Grammar
 
 MAX_BYTES = 64 << 20
 """Memory limit of a compiled grammar."""
-TOO_LARGE = "it is too large or too complex"
 NICENESS = 10
 """xgrammar compiles in many threads; the engine's process has priority."""
 GRACE_S = 1.0
@@ -46,7 +45,7 @@ class CompileChecker:
             self._kill()
             if self._is_stopped:
                 raise ChildProcessError("the process that checks grammars was stopped") from None
-            raise ValueError(_unusable(grammar, TOO_LARGE)) from None
+            raise ValueError(_too_large(grammar)) from None
         if not is_answered:
             self._kill()
         if is_late:
@@ -136,7 +135,7 @@ def _check_in_fork(grammars: Grammars, grammar: Grammar, limit_s: float, pipe: C
         why = result.read().decode(errors="replace")
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
-        return os.WTERMSIG(status) == signal.SIGALRM, _unusable(grammar, TOO_LARGE)
+        return os.WTERMSIG(status) == signal.SIGALRM, _too_large(grammar)
     return False, why
 
 
@@ -144,7 +143,7 @@ def _check(grammars: Grammars, grammar: Grammar) -> str:
     """Compiles a grammar. Returns the reason why it cannot be used, or an empty text."""
     try:
         if grammars.compile(grammar).memory_size_bytes > MAX_BYTES:
-            return _unusable(grammar, TOO_LARGE)
+            return _too_large(grammar)
     except ValueError as error:
         return str(error)
     except Exception:  # xgrammar fails in many ways on unusual grammars
@@ -152,5 +151,5 @@ def _check(grammars: Grammars, grammar: Grammar) -> str:
     return ""
 
 
-def _unusable(grammar: Grammar, why: str) -> str:
-    return f"the grammar ({grammar.kind}) cannot be used: {why}"
+def _too_large(grammar: Grammar) -> str:
+    return f"the grammar ({grammar.kind}) cannot be used: it is too large or too complex"

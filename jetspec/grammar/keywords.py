@@ -17,35 +17,30 @@ INNER_SCHEMAS = ("items", "additionalProperties", "propertyNames")
 # ---- form of the values ----
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, dict | bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_type(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return isinstance(names, list) and bool(names) and all(isinstance(name, str) and name in TYPES for name in names)
+def _of(*types: type) -> Callable[[Any], bool]:
+    """Test for values of these types; a boolean is not a number."""
+    return lambda value: isinstance(value, types) and (bool in types or not isinstance(value, bool))
 
 
 def _list_of(check: Callable[[Any], bool], least: int = 0) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and len(value) >= least and all(map(check, value))
 
 
+def _is_type(value: Any) -> bool:
+    return _list_of(lambda name: isinstance(name, str) and name in TYPES, least=1)(
+        [value] if isinstance(value, str) else value
+    )
+
+
+_is_schema, _is_number = _of(dict, bool), _of(int, float)
 FORMS: list[tuple[tuple[str, ...], Callable[[Any], bool], str]] = [
     (("type",), _is_type, f"a type ({', '.join(sorted(TYPES))}) or a list of some"),
-    (("$ref", "pattern", "format"), _is_text, "a string"),
-    (COUNTS, lambda value: _is_number(value) and isinstance(value, int) and value >= 0, "a whole number from 0"),
+    (("$ref", "pattern", "format"), _of(str), "a string"),
+    (COUNTS, lambda value: _of(int)(value) and value >= 0, "a whole number from 0"),
     (RANGE, _is_number, "a number"),
     (("multipleOf",), lambda value: _is_number(value) and value > 0, "a number above 0"),
     (("enum",), _list_of(lambda value: True, least=1), "a list of one or more values"),
-    (("required",), _list_of(_is_text), "a list of names"),
+    (("required",), _list_of(_of(str)), "a list of names"),
     (CHOICES, _list_of(_is_schema, least=1), "a list of one or more schemas"),
     (("prefixItems",), _list_of(_is_schema), "a list of schemas"),
     (NAMED_SCHEMAS, lambda v: isinstance(v, dict) and all(map(_is_schema, v.values())), "an object of schemas"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
-from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
@@ -181,28 +179,18 @@ def _differ(one: frozenset[str], other: frozenset[str] | None) -> bool:
 # ---- finite texts ----
 
 
-def _all_end(root: Any, parts: Iterable[dict[str, Any]]) -> bool:
-    """Returns true if each part has a finite text.
+def _all_end(root: Any, parts: list[dict[str, Any]]) -> bool:
+    """Returns true if each part has a finite text: one of its ways needs only parts that have one.
 
-    Propagates as in Horn clauses, in linear time: a part ends once all parts that one of its ways needs have ended.
+    Parts follow those that refer to them, so that in reverse order one pass usually suffices.
     """
-    endless = {id(part) for part in parts}
-    ended: list[int] = []
-    waiting: defaultdict[int, list[tuple[int, set[int]]]] = defaultdict(list)
-    for part in parts:
-        for needed in _ways(part, root):
-            missing = {id(other) for other in needed} & endless
-            for other in missing:
-                waiting[other].append((id(part), missing))
-            if not missing:
-                ended.append(id(part))
-    while ended:
-        ended_id = ended.pop()
-        endless.discard(ended_id)
-        for part_id, missing in waiting.pop(ended_id, ()):
-            missing.discard(ended_id)
-            if not missing:
-                ended.append(part_id)
+    endless = {id(part): _ways(part, root) for part in reversed(parts)}
+    before = -1
+    while before != len(endless):
+        before = len(endless)
+        for part, ways in list(endless.items()):
+            if any(endless.keys().isdisjoint(map(id, way)) for way in ways):
+                del endless[part]
     return not endless
 
 
@@ -214,21 +202,11 @@ def _ways(schema: dict[str, Any], root: Any) -> list[list[Any]]:
         return [[part] for part in inner]
     if "enum" in schema or "const" in schema:
         return [[]]
-    return _needed(schema)
-
-
-def _needed(schema: dict[str, Any]) -> list[list[Any]]:
-    """Returns for each type of the schema the schemas of its required parts."""
-    ways: list[list[Any]] = []
-    for kind in named_types(schema) or ["any"]:
-        needed: list[Any] = []
-        if kind == "object":
-            named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
-            needed += [named[name] for name in schema.get("required", ())]
-            needed += [others] if schema.get("minProperties", 0) > len(named) else []
-        elif kind == "array":
-            first, least = schema.get("prefixItems") or [], schema.get("minItems", 0)
-            needed += first[:least]
-            needed += [schema.get("items", True)] if least > len(first) else []
-        ways.append(needed)
-    return ways
+    named, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    first, least = schema.get("prefixItems", []), schema.get("minItems", 0)
+    members = [named[name] for name in schema.get("required", ())]
+    needed = {
+        "object": members + [others] * (schema.get("minProperties", 0) > len(named)),
+        "array": first[:least] + [schema.get("items", True)] * (least > len(first)),
+    }
+    return [needed.get(kind, []) for kind in named_types(schema) or ["any"]]

@@ -6,23 +6,22 @@ tapped layers.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.config import TreeConfig
-from jetspec.models.decoder import Attend, DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, Rope
+from jetspec.models.decoder import DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, Rope
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.ops import HeadNorm
 from jetspec.tree import Candidates, DraftTree, build_tree, pack_bits
 from jetspec.types import EdgeFactors, KVPages, TreeBatch
-
-M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -88,17 +87,6 @@ def default_tap_layers(num_taps: int, num_target_layers: int) -> tuple[int, ...]
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
-def init_weights(head: M, seed: int) -> M:
-    """Initialises matrices and biases."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in head.named_parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.02, generator=generator)
-        elif name.endswith("bias"):
-            nn.init.zeros_(parameter)
-    return head
-
-
 class EdgeTerm(nn.Module):
     """Logit term of a parent and child token: two embedding tables and a gate computed from the slot's state."""
 
@@ -146,11 +134,56 @@ class HeadState:
     weights: ContextWeights | None
 
 
-class DraftHead(DecoderStack):
+class EngineHead(DecoderStack, ABC):
+    """Interface between a draft head and the engine. A new kind of head is one class that implements it.
+
+    Trees passed to a head have their `depth` set. The engine reads its `head_config.tap_layers`, `.draft_depth` and
+    `.num_in_flight`.
+    """
+
+    head_config: Any
+    feature_size = 0
+    """Size of the vector that it keeps for each cached position. 0: none."""
+    uses_score = True
+    """The settings `expand` and `score` apply to its trees."""
+
+    def init_weights(self, seed: int = 0) -> Self:
+        """Initialises matrices and biases."""
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02, generator=generator)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+        return self
+
+    def context_weights(self) -> ContextWeights | None:
+        """Weights of `observe` that are concatenated once."""
+        return None
+
+    @abstractmethod
+    def nodes(self, tree: TreeConfig) -> tuple[Tensor, Tensor | None]:
+        """Depths (1, N) and ancestor bits (1, N, W) of the tokens in flight. Without bits they are a chain."""
+
+    @abstractmethod
+    def draft(
+        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
+    ) -> Any:
+        """Drafts below each anchor. `nodes` are positions and slots of the tokens in flight, without their tokens."""
+
+    @abstractmethod
+    def build(self, anchor_B: Tensor, drafted: Any, tree: TreeConfig) -> DraftTree:
+        """Builds a tree of what `draft` returned."""
+
+    @abstractmethod
+    def observe(self, tap_TX: Tensor, batch: TreeBatch, state: HeadState) -> None:
+        """Writes committed tokens, with their tapped states, to the head's cache."""
+
+
+class DraftHead(EngineHead):
     """Decoder layers over a context from the target."""
 
-    feature_size = 0
-    uses_score = True
+    head_config: HeadConfig
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__(config.layers)
@@ -161,9 +194,9 @@ class DraftHead(DecoderStack):
         self.adapter = Linear(config.target_hidden_size, size) if config.target_hidden_size else None
         self.edge = EdgeTerm(config.edge, config.layers.vocab_size, size) if config.edge else None
 
-    def init_weights(self, seed: int = 0) -> DraftHead:
+    def init_weights(self, seed: int = 0) -> Self:
         """Initialises the weights. The edge term starts at zero: training starts from the plain head."""
-        init_weights(self, seed)
+        super().init_weights(seed)
         if self.edge is not None:
             nn.init.zeros_(self.edge.successor)
             if self.edge.gate is not None:
@@ -230,21 +263,17 @@ class DraftHead(DecoderStack):
         The head's config decides the mask inside a block; the batch's mask is ignored. K and V of the block are written
         past the end of the context, where the next rows overwrite them.
         """
-        rope = self.rope(block.position_T)
-        states = self.run(target.embed(block.token_T), rope, self._attend_block(block, cache)).hidden_TM
-        return self.predicting(states.unflatten(0, (-1, self.head_config.block_size)))
-
-    def _attend_block(self, block: TreeBatch, cache: Sequence[KVPages]) -> list[Attend]:
-        """Returns the attention of each layer: causal, or over the whole block."""
+        rope, x = self.rope(block.position_T), target.embed(block.token_T)
         causal_layers = self.head_config.causal_layers
-        masks = {c: None if c else self._full_mask(block) for c in set(causal_layers)}
-        kinds = {c: self.paged(replace(block, ancestor_BNW=bits), cache) for c, bits in masks.items()}
-        return [kinds[c][i] for i, c in enumerate(causal_layers)]
-
-    def _full_mask(self, block: TreeBatch) -> Tensor:
-        """Returns the mask in which all slots of a block attend to each other."""
         rows, size = len(block.layout.cached_len_B), self.head_config.block_size
-        return pack_bits(block.token_T.new_ones(rows, size, size, dtype=torch.bool))
+        attends = {}
+        for causal in set(causal_layers):
+            # Without causality all slots of a block attend to each other.
+            bits = None if causal else pack_bits(block.token_T.new_ones(rows, size, size, dtype=torch.bool))
+            attends[causal] = self.paged(replace(block, ancestor_BNW=bits), cache)
+        chosen = [attends[causal][i] for i, causal in enumerate(causal_layers)]
+        states = self.run(x, rope, chosen).hidden_TM
+        return self.predicting(states.unflatten(0, (-1, size)))
 
     def block_tokens(self, anchor_B: Tensor) -> Tensor:
         """Returns [anchor, MASK, .., MASK] per request, (B, block size)."""

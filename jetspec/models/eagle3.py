@@ -16,7 +16,6 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, cast
@@ -32,16 +31,15 @@ from jetspec.models.decoder import (
     Decoder,
     DecoderConfig,
     DecoderLayer,
-    DecoderStack,
     Linear,
     RMSNorm,
     Rope,
 )
-from jetspec.models.draft_head import Embedder, HeadState, init_weights
+from jetspec.models.draft_head import Embedder, EngineHead, HeadState
 from jetspec.models.masked_attention import Visible, attend_own
 from jetspec.ops import HeadNorm, Residual
 from jetspec.tree import DraftTree, GrowingTree, pack_bits
-from jetspec.types import BatchLayout, KVPages, TreeBatch
+from jetspec.types import BatchLayout, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,10 @@ class Eagle3Layer(DecoderLayer):
         return hidden, next_norm(hidden)
 
 
-class Eagle3Head(DecoderStack):
+class Eagle3Head(EngineHead):
     """The layer with its feature projection, vocabulary and output matrix."""
 
+    head_config: Eagle3Config
     uses_score = False
     token_of: Tensor
     """Target token of each token of the head, ascending."""
@@ -123,7 +122,7 @@ class Eagle3Head(DecoderStack):
         super().__init__(config.layers, partial(Eagle3Layer, norm_before_residual=config.norm_before_residual))
         assert config.layers.num_layers == 1
         self.head_config = config
-        size = config.layers.hidden_size
+        self.feature_size = size = config.layers.hidden_size
         self.fc = Linear(config.tap_size, size)
         self.lm_head = Linear(size, config.draft_vocab_size)
         self.register_buffer("token_of", torch.arange(config.draft_vocab_size))
@@ -132,17 +131,6 @@ class Eagle3Head(DecoderStack):
     @property
     def layer(self) -> Eagle3Layer:
         return cast(Eagle3Layer, self.layers[0])
-
-    @property
-    def feature_size(self) -> int:
-        return self.config.hidden_size
-
-    def context_weights(self) -> None:
-        return None
-
-    def init_weights(self, seed: int = 0) -> Eagle3Head:
-        """Initialises the weights."""
-        return init_weights(self, seed)
 
     @torch.no_grad()
     def adopt(self, token_of: Tensor, target: Decoder) -> None:
@@ -163,74 +151,20 @@ class Eagle3Head(DecoderStack):
     def draft(
         self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
     ) -> GrowingTree:
-        assert state.feature_SM is not None and tree.depth is not None
-        feature_BM = state.feature_SM[slot_before(nodes.layout)]
+        """Grows a tree with a pass per level.
+
+        `nodes` are the anchor and the frontiers, level by level; the mask of each is its own bit. A request without
+        cached tokens has no feature, so its anchor gets no child.
+        """
+        assert state.feature_SM is not None and tree.depth is not None and nodes.ancestor_BNW is not None
         growing = GrowingTree(anchor_B, self.head_config.frontier(tree), tree.budget)
-        depth = min(tree.depth, tree.budget - 1)
-        return self.grow(growing, depth, nodes, feature_BM, state.target, state.layers, temperature_B)
-
-    def build(self, anchor_B: Tensor, drafted: GrowingTree, tree: TreeConfig) -> DraftTree:
-        return drafted.tree(tree.budget)
-
-    def observe(self, tap_TX: Tensor, batch: TreeBatch, state: HeadState) -> None:
-        assert state.feature_SM is not None
-        self.write_context(tap_TX, batch, slots_before(batch), state.target, state.layers, state.feature_SM)
-
-    def write_context(
-        self,
-        tap_TX: Tensor,
-        batch: TreeBatch,
-        before_T: Tensor,
-        target: Embedder,
-        cache: Sequence[KVPages],
-        feature_SM: Tensor,
-    ) -> None:
-        """Writes features, K and V of newly committed tokens. `before_T` is the slot of the position before each.
-
-        K and V of a single layer need no attention.
-        """
-        rope = self.rope(batch.position_T)
-        feature_SM.index_copy_(0, batch.slot_T, self.fc(tap_TX))
-        kv = self.layer.attention.context(self.layer.row(self.embed(batch.token_T, target), feature_SM[before_T]))
-        ops.rotate_store(kv, self.config.num_kv_heads, rope, self.layer.attention.head_norm, cache[0], batch.slot_T)
-
-    def step(
-        self, batch: TreeBatch, hidden_TM: Tensor, target: Embedder, cache: Sequence[KVPages]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the hidden states of nodes and their norms, from the hidden states of their parents."""
-        (attend,), rope = self.paged(batch, cache), self.rope(batch.position_T)
-        return self.layer(self.embed(batch.token_T, target), hidden_TM, rope, attend, self.norm)
-
-    def best_tokens(self, normed: Tensor, count: int, draft_temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the best tokens after states (.., M), best first, and their log-probabilities."""
-        logits = self.lm_head(normed)
-        if draft_temperature is not None:
-            logits = logits.float() / draft_temperature
-        token, logprob = ops.topk_logprob(logits, min(count, self.head_config.draft_vocab_size))
-        return self.token_of[token], logprob
-
-    def grow(
-        self,
-        tree: GrowingTree,
-        depth: int,
-        nodes: TreeBatch,
-        feature_BM: Tensor,
-        target: Embedder,
-        cache: Sequence[KVPages],
-        temperature_B: Tensor | None = None,
-    ) -> GrowingTree:
-        """Extends a tree to `depth`, with a pass per level. `feature_BM` is the feature before each anchor.
-
-        `nodes` holds positions and slots of the anchor and the frontiers, level by level; the mask of each is its own
-        bit. A request without cached tokens has no feature, so its anchor gets no child.
-        """
-        B, layout = len(feature_BM), replace(nodes.layout, first_seen=1)
+        B, layout = len(anchor_B), replace(nodes.layout, first_seen=1)
         position_BN, slot_BN = (x.view(B, -1) for x in (nodes.position_T, nodes.slot_T))
-        assert nodes.ancestor_BNW is not None
         temperature_B11 = None if temperature_B is None else temperature_B[:, None, None]
-        hidden_BWM, mask_BWw, first = feature_BM[:, None], nodes.ancestor_BNW[:, :1], 0
-        for level in range(depth):
-            token_BW = tree.frontier_BW
+        hidden_BWM = state.feature_SM[slot_before(nodes.layout)][:, None]
+        mask_BWw, first = nodes.ancestor_BNW[:, :1], 0
+        for level in range(min(tree.depth, tree.budget - 1)):
+            token_BW = growing.frontier_BW
             W = token_BW.shape[1]
             span = slice(first, first + W)
             if level:
@@ -243,14 +177,36 @@ class Eagle3Head(DecoderStack):
                 replace(layout, query_start_B1=start_B1, max_queries=W, earlier=first),
                 mask_BWw,
             )
-            hidden_TM, normed_TM = self.step(batch, hidden_BWM.flatten(0, 1), target, cache)
-            token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), tree.width, temperature_B11)
+            (attend,), rope = self.paged(batch, state.layers), self.rope(batch.position_T)
+            x_TM = self.embed(batch.token_T, state.target)
+            hidden_TM, normed_TM = self.layer(x_TM, hidden_BWM.flatten(0, 1), rope, attend, self.norm)
+            token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), growing.width, temperature_B11)
             if not level:
                 logprob_BWK = logprob_BWK.masked_fill((layout.cached_len_B == 0)[:, None, None], -torch.inf)
-            parent_BW = tree.extend(token_BWK, logprob_BWK)
+            parent_BW = growing.extend(token_BWK, logprob_BWK)
             hidden_BWM, mask_BWw = _rows(hidden_TM.unflatten(0, (B, W)), parent_BW), _rows(mask_BWw, parent_BW)
             first += W
-        return tree
+        return growing
+
+    def build(self, anchor_B: Tensor, drafted: GrowingTree, tree: TreeConfig) -> DraftTree:
+        return drafted.tree(tree.budget)
+
+    def observe(self, tap_TX: Tensor, batch: TreeBatch, state: HeadState) -> None:
+        """Writes features, K and V of newly committed tokens. K and V of a single layer need no attention."""
+        assert state.feature_SM is not None
+        before_T, rope, attention = slots_before(batch), self.rope(batch.position_T), self.layer.attention
+        state.feature_SM.index_copy_(0, batch.slot_T, self.fc(tap_TX))
+        row_TX = self.layer.row(self.embed(batch.token_T, state.target), state.feature_SM[before_T])
+        kv, pages = attention.context(row_TX), state.layers[0]
+        ops.rotate_store(kv, self.config.num_kv_heads, rope, attention.head_norm, pages, batch.slot_T)
+
+    def best_tokens(self, normed: Tensor, count: int, draft_temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the best tokens after states (.., M), best first, and their log-probabilities."""
+        logits = self.lm_head(normed)
+        if draft_temperature is not None:
+            logits = logits.float() / draft_temperature
+        token, logprob = ops.topk_logprob(logits, min(count, self.head_config.draft_vocab_size))
+        return self.token_of[token], logprob
 
     def forward_unrolled(
         self,

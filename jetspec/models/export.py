@@ -8,7 +8,7 @@ acceptance rate. So the written config is parsed by the engine's rules and compa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -16,11 +16,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from jetspec.files import whole_folder
-from jetspec.models.decoder import DecoderConfig, RopeConfig, filled, on_meta
+from jetspec.models.decoder import DecoderConfig, filled, on_meta
 from jetspec.models.draft_head import DraftHead, HeadConfig
 from jetspec.models.families import config_from_hf, rope_from_hf
 from jetspec.models.head_folder import (
-    HeadTensors,
     architectures,
     layer_fields,
     published_tensors,
@@ -63,7 +62,7 @@ def export_head(
     chain = without_edge(head)
     config = write_chain_config(chain.head_config, engine, dtype, target)
     write_folder(folder, config, published_tensors(chain, NAMES, dtype), None)
-    check_export(folder, engine, chain, dtype)
+    check_export(folder, engine, chain.head_config)
 
 
 def refusals(config: HeadConfig, engine: Engine, target: str | None) -> list[str]:
@@ -126,41 +125,29 @@ def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) ->
     }
 
 
-@dataclass(frozen=True)
-class ParsedHead:
-    """Properties of a head that an engine could misread in a config.json without an error."""
-
-    causal: tuple[bool, ...]
-    """Per layer of the head."""
-    tap_layers: tuple[int, ...]
-    """Outputs of the target's layers, counted from 0."""
-    windows: tuple[int | None, ...]
-    mask_token: int
-    depth: int
-    rope: RopeConfig
-
-    @classmethod
-    def expected(cls, config: HeadConfig) -> ParsedHead:
-        c = config.layers
-        windows = tuple(c.window(i) for i in range(c.num_layers))
-        return cls(config.causal_layers, config.tap_layers, windows, config.mask_token, config.depth, c.rope)
+def properties(config: HeadConfig) -> dict[str, Any]:
+    """Returns the properties of a head that an engine could misread in a config.json without an error."""
+    c = config.layers
+    return {
+        "causal": list(config.causal_layers),
+        "tap_layers": list(config.tap_layers),
+        "windows": [c.window(i) for i in range(c.num_layers)],
+        "mask_token": config.mask_token,
+        "depth": config.depth,
+        "rope": c.rope,
+    }
 
 
-def check_export(folder: Path, engine: Engine, head: DraftHead, dtype: torch.dtype) -> None:
-    """Raise ValueError if the engine would read other properties or weights from a folder than the head has."""
-    raw, expected = raw_config(folder), ParsedHead.expected(head.head_config)
+def check_export(folder: Path, engine: Engine, config: HeadConfig) -> None:
+    """Raise ValueError if the engine would read other properties from a folder than the head has."""
+    raw, expected = raw_config(folder), properties(config)
     for reader, read in READERS[engine].items():
-        if (found := read(raw)) != expected:
-            wrong = [name for name in vars(expected) if getattr(found, name) != getattr(expected, name)]
+        found = read(raw)
+        if wrong := [name for name in expected if found[name] != expected[name]]:
             raise ValueError(f"{folder}: {reader} would misread {', '.join(wrong)} of this head")
-    tensors = HeadTensors(folder, NAMES)
-    tensors.check(head)
-    for name, value in published_tensors(head, NAMES, dtype).items():
-        if not torch.equal(tensors.tensor(name), value):
-            raise ValueError(f"{folder}: tensor {name} was not stored as it is")
 
 
-def read_vllm(raw: Mapping[str, Any], has_is_causal: bool = True) -> ParsedHead:
+def read_vllm(raw: Mapping[str, Any], has_is_causal: bool = True) -> dict[str, Any]:
     """vLLM: `is_causal` if it supports the key, then `dflash_config.causal`, else layers with a window are causal."""
     own, kinds = table(raw, "dflash_config"), raw.get("layer_types")
     flags = [raw.get("is_causal") if has_is_causal else None, own.get("causal")]
@@ -168,23 +155,23 @@ def read_vllm(raw: Mapping[str, Any], has_is_causal: bool = True) -> ParsedHead:
     windowed = [kind == "sliding_attention" for kind in kinds] if kinds else [False] * raw["num_hidden_layers"]
     # It adds 1 to these ids and taps the input of that layer, unless ids of inputs are given.
     taps = [i - 1 for i in raw.get("eagle_aux_hidden_state_layer_ids", [i + 1 for i in own["target_layer_ids"]])]
-    return ParsedHead(
-        causal=tuple(bool(w if flag is None else flag) for w in windowed),
-        tap_layers=tuple(taps),
-        windows=tuple(raw["sliding_window"] if w else None for w in windowed),
-        mask_token=own["mask_token_id"],
-        depth=raw["block_size"] - 1,
-        rope=rope_from_hf(raw),
-    )
+    return {
+        "causal": [bool(w if flag is None else flag) for w in windowed],
+        "tap_layers": taps,
+        "windows": [raw["sliding_window"] if w else None for w in windowed],
+        "mask_token": own["mask_token_id"],
+        "depth": raw["block_size"] - 1,
+        "rope": rope_from_hf(raw),
+    }
 
 
-def read_sglang(raw: Mapping[str, Any]) -> ParsedHead:
+def read_sglang(raw: Mapping[str, Any]) -> dict[str, Any]:
     """SGLang: only `is_causal`, and only beside `layer_types`; else layers with a window are causal."""
     flag = raw.get("is_causal") if raw.get("layer_types") else False
     return read_vllm({**raw, "is_causal": flag, "dflash_config": {**table(raw, "dflash_config"), "causal": None}})
 
 
-def read_speculators(raw: Mapping[str, Any], has_is_causal: bool = True) -> ParsedHead:
+def read_speculators(raw: Mapping[str, Any], has_is_causal: bool = True) -> dict[str, Any]:
     """vLLM on the speculators layout, which it converts to its own."""
     ids = raw["aux_hidden_state_layer_ids"]
     own = {
@@ -196,7 +183,7 @@ def read_speculators(raw: Mapping[str, Any], has_is_causal: bool = True) -> Pars
     return read_vllm({**layers, "eagle_aux_hidden_state_layer_ids": ids}, has_is_causal)
 
 
-READERS: dict[Engine, dict[str, Callable[[Mapping[str, Any]], ParsedHead]]] = {
+READERS: dict[Engine, dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]]] = {
     "vllm": {"vLLM 0.32": read_vllm, "vLLM 0.26": partial(read_vllm, has_is_causal=False)},
     "sglang": {"SGLang": read_sglang},
     "speculators": {"vLLM 0.32": read_speculators, "vLLM 0.26": partial(read_speculators, has_is_causal=False)},

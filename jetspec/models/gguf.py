@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from torch import Tensor
 
 MAX_NAME = 1 << 16
@@ -22,33 +24,14 @@ MAX_DIMS = 4
 CHUNK = 1 << 17
 """Numbers dequantised at a time: a multiple of all block sizes that fits the CPU cache."""
 
-STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS = dict(enumerate(("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "<u1")))
-SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
+STRING, ARRAY = 8, 9
+KINDS = ("<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?", None, None, "<u8", "<i8", "<f8")
+SCALARS = {number: np.dtype(kind) for number, kind in enumerate(KINDS) if kind is not None}
+TYPES = {type.value: type for type in GGMLQuantizationType}
 
 
-@dataclass(frozen=True)
-class TensorType:
-    """Storage format: `bytes` for each `block` of numbers."""
-
-    name: str
-    block: int
-    bytes: int
-
-
-TENSOR_TYPES: dict[int, TensorType] = {
-    0: TensorType("F32", 1, 4),
-    1: TensorType("F16", 1, 2),
-    2: TensorType("Q4_0", 32, 18),
-    3: TensorType("Q4_1", 32, 20),
-    6: TensorType("Q5_0", 32, 22),
-    7: TensorType("Q5_1", 32, 24),
-    8: TensorType("Q8_0", 32, 34),
-    12: TensorType("Q4_K", 256, 144),
-    13: TensorType("Q5_K", 256, 176),
-    14: TensorType("Q6_K", 256, 210),
-    30: TensorType("BF16", 1, 2),
-}
+READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")
+"""Storage formats, by their names in the gguf package."""
 PLAIN: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -57,13 +40,10 @@ class TensorInfo:
     """Location of a tensor. `shape` is in torch's order, the contiguous dimension last."""
 
     shape: tuple[int, ...]
-    type: TensorType
+    type: GGMLQuantizationType
     offset: int
     """Bytes from the start of the data section."""
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) // self.type.block * self.type.bytes
+    num_bytes: int
 
 
 class GGUFFile:
@@ -99,12 +79,10 @@ class GGUFFile:
         info = self.tensors[name]
         is_direct = out.is_contiguous() and out.device.type == "cpu"
         flat = (out if is_direct else torch.empty(info.shape, dtype=out.dtype)).view(-1)
-        offset = self._data_start + info.offset
-        for start in range(0, len(flat), CHUNK):
-            count = min(CHUNK, len(flat) - start)
-            num_bytes = count // info.type.block * info.type.bytes
-            flat[start : start + count] = _decode(np.frombuffer(self._data, np.uint8, num_bytes, offset), info.type)
-            offset += num_bytes
+        data = np.frombuffer(self._data, np.uint8, info.num_bytes, self._data_start + info.offset)
+        step = CHUNK * info.num_bytes // len(flat)
+        for chunk, part in zip(flat.split(CHUNK), range(0, info.num_bytes, step), strict=True):
+            chunk.copy_(_decode(data[part : part + step], info.type))
         if not is_direct:
             out.copy_(flat.view(info.shape))
 
@@ -147,9 +125,6 @@ class _Cursor:
         start = self.advance(num_bytes)
         return self.data[start : start + num_bytes]
 
-    def scalars(self, dtype: str, count: int) -> np.ndarray:
-        return np.frombuffer(self.data, dtype, count, self.advance(count * int(dtype[2])))
-
     def integer(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
 
@@ -179,25 +154,20 @@ class _Cursor:
         return entries
 
     def value(self) -> Any:
+        """Reads a number or text, or a list of them."""
         kind = self.integer(4)
-        if kind == ARRAY:
-            return self.array()
+        is_array = kind == ARRAY
+        if is_array:
+            kind = self.integer(4)
+        if kind != STRING and kind not in SCALARS:
+            raise self.error(f"has a value of unsupported type {kind}")
+        width = 8 if kind == STRING else SCALARS[kind].itemsize
+        count = self.count(width, what="values") if is_array else 1
         if kind == STRING:
-            return self.string()
-        if kind not in SCALARS:
-            raise self.error(f"has a value of unknown type {kind}")
-        value = self.scalars(SCALARS[kind], 1).item()
-        return bool(value) if kind == BOOL else value
-
-    def array(self) -> list[Any]:
-        kind = self.integer(4)
-        if kind == STRING:
-            return [self.string() for _ in range(self.count(least_bytes=8, what="texts"))]
-        if kind not in SCALARS:
-            raise self.error(f"has an array of unsupported type {kind}")
-        dtype = SCALARS[kind]
-        count = self.count(least_bytes=int(dtype[2]), what="numbers")
-        return self.scalars(dtype, count).tolist()
+            found = [self.string() for _ in range(count)]
+        else:
+            found = np.frombuffer(self.data, SCALARS[kind], count, self.advance(count * width)).tolist()
+        return found if is_array else found[0]
 
     def tensor_info(self) -> TensorInfo:
         num_dims = self.integer(4)
@@ -205,25 +175,17 @@ class _Cursor:
             raise self.error(f"has a tensor with {num_dims} dimensions")
         shape = tuple(self.integer(8) for _ in range(num_dims))[::-1]
         kind, offset = self.integer(4), self.integer(8)
-        if kind not in TENSOR_TYPES:
-            from gguf import GGMLQuantizationType
-
-            stored = GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else f"type {kind}"
-            known = ", ".join(tensor_type.name for tensor_type in TENSOR_TYPES.values())
-            raise self.error(f"stores tensors as {stored}; {known} can be read")
-        tensor_type = TENSOR_TYPES[kind]
-        if min(shape) < 1 or shape[-1] % tensor_type.block:
+        type = TYPES.get(kind)
+        if type is None or type.name not in READABLE:
+            stored = type.name if type else f"type {kind}"
+            raise self.error(f"stores tensors as {stored}; {', '.join(READABLE)} can be read")
+        block, num_bytes = GGML_QUANT_SIZES[type]
+        if min(shape) < 1 or shape[-1] % block:
             raise self.error(f"has a tensor with impossible dimensions {shape}")
-        if prod(shape) // tensor_type.block * tensor_type.bytes > self.size:
-            raise self.error(f"is smaller than its tensor of shape {shape}; the download may be incomplete")
-        return TensorInfo(shape, tensor_type, offset)
+        return TensorInfo(shape, type, offset, prod(shape) // block * num_bytes)
 
 
-def _decode(raw: np.ndarray, tensor_type: TensorType) -> Tensor:
-    """Decodes stored bytes to numbers."""
-    if tensor_type.name in PLAIN:
-        return torch.from_numpy(raw.copy()).view(PLAIN[tensor_type.name])
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    return torch.from_numpy(dequantize(raw[None], GGMLQuantizationType[tensor_type.name])[0])
+def _decode(raw: np.ndarray, type: GGMLQuantizationType) -> Tensor:
+    if type.name in PLAIN:
+        return torch.from_numpy(raw.copy()).view(PLAIN[type.name])
+    return torch.from_numpy(dequantize(raw[None], type)[0])

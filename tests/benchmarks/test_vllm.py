@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import vllm
 from benchmarks.vllm import QUESTIONS, Options, compared, judged, prepare, run
-from jetspec.models.export import ParsedHead, read_vllm
+from jetspec.models.export import properties, read_vllm
 from jetspec.models.families import config_from_hf
 from jetspec.models.head_format import check_fits, read_config
 from jetspec.profile.shapes import SHAPES
@@ -37,7 +37,7 @@ def test_a_shape_is_a_target_a_head_and_a_chain_that_fit_each_other(tmp_path: Pa
     head = read_config(options.root / "head")
     assert target == SHAPES["qwen3-8b"] and check_fits(head, target) == []
     chain = json.loads((options.root / "chain" / "config.json").read_text())
-    assert read_vllm(chain) == ParsedHead.expected(head)
+    assert read_vllm(chain) == properties(head)
     assert all(0 <= token < target.vocab_size for prompt in options.prompts() for token in prompt)
 
 

@@ -38,7 +38,7 @@ def test_exported_head_is_read_back_or_refused(engine: Engine, name: str, tmp_pa
         assert not folder.exists()
         return
     export_head(head, folder, engine, torch.float32, "owner/target")
-    check_export(folder, engine, without_edge(head), torch.float32)
+    check_export(folder, engine, head.head_config)
     if engine != "speculators":  # whose layout is not that of a head
         again = load_head(folder)
         assert again.head_config == without_edge(head).head_config
@@ -69,16 +69,10 @@ def test_check_finds_misread_properties(
     export_head(head, folder, engine, torch.float32, "owner/target")
     edit_config(folder, change)
     if said is None:
-        check_export(folder, engine, head, torch.float32)
+        check_export(folder, engine, head.head_config)
         return
     with pytest.raises(ValueError, match=said):
-        check_export(folder, engine, head, torch.float32)
-
-
-def test_check_finds_other_weights(tmp_path: Path) -> None:
-    export_head(random_head(CAUSAL), tmp_path / "head", "vllm", torch.float32)
-    with pytest.raises(ValueError, match="tensor "):
-        check_export(tmp_path / "head", "vllm", random_head(CAUSAL, seed=1), torch.float32)
+        check_export(folder, engine, head.head_config)
 
 
 @pytest.mark.parametrize("rope", [RopeConfig(theta=1000.0), YARN])

@@ -76,17 +76,12 @@ def test_defaults() -> None:
     config = config_from_hf(bare)
     assert (config.head_dim, config.num_kv_heads, config.rope.theta) == (8, 4, 10_000.0)
     assert config_from_hf({**QWEN3, "head_dim": None}).head_dim == 128
-
-
-def test_head_size_need_not_divide_the_hidden_size() -> None:
     assert config_from_hf(QWEN3 | {"hidden_size": 30, "head_dim": 8}).head_dim == 8
-    with pytest.raises(ValueError, match="not divisible"):
-        config_from_hf(LLAMA | {"hidden_size": 30, "head_dim": None})
-
-
-def test_mistral_has_no_biases() -> None:
+    assert rope_from_hf(QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}).original_len == 4096
     mistral = config_from_hf(LLAMA | {"model_type": "mistral", "attention_bias": True, "mlp_bias": True})
-    assert (mistral.qkv_bias, mistral.out_bias, mistral.mlp_bias) == (False, False, False)
+    assert not (mistral.qkv_bias or mistral.out_bias or mistral.mlp_bias)
+    other = {("num_local_experts" if key == "num_experts" else key): value for key, value in MOE.items()}
+    assert config_from_hf(other) == config_from_hf(MOE)
 
 
 MIXED = ["sliding_attention", "full_attention", "full_attention", "full_attention"]
@@ -103,11 +98,6 @@ MIXED = ["sliding_attention", "full_attention", "full_attention", "full_attentio
 )  # fmt: skip
 def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     assert config_from_hf(QWEN3 | changes).windows == windows
-
-
-def test_number_of_experts_has_two_names() -> None:
-    other = {("num_local_experts" if key == "num_experts" else key): value for key, value in MOE.items()}
-    assert config_from_hf(other) == config_from_hf(MOE)
 
 
 @pytest.mark.parametrize(
@@ -134,16 +124,13 @@ def test_number_of_experts_has_two_names() -> None:
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
         ({"layer_types": ["full_attention"], "use_sliding_window": True}, "each of 4 layers"),
+        ({"model_type": "llama", "hidden_size": 30, "head_dim": None}, "not divisible"),
+        (MOE | {"num_experts_per_tok": 9}, "only 8 exist"),
     ],
 )
 def test_invalid_config_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config_from_hf(QWEN3 | changes)
-
-
-def test_too_many_chosen_experts_are_refused() -> None:
-    with pytest.raises(ValueError, match="only 8 exist"):
-        config_from_hf(MOE | {"num_experts_per_tok": 9})
 
 
 JSON = st.recursive(
@@ -181,8 +168,3 @@ def test_any_config_is_read_or_refused(changes: dict[str, Any]) -> None:
 )
 def test_dtype(raw: dict[str, Any], dtype: torch.dtype) -> None:
     assert dtype_from_hf(raw) == dtype
-
-
-def test_original_length_defaults_to_the_context() -> None:
-    raw = QWEN3 | {"rope_scaling": {"type": "yarn", "factor": 2.0}}
-    assert rope_from_hf(raw).original_len == 4096

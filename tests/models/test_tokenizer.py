@@ -112,33 +112,22 @@ def test_pre_tokenizers_split_words(pre: str, pieces: list[str]) -> None:
     assert [piece for piece, _ in cut] == pieces
 
 
-def test_text_that_is_not_unicode() -> None:
-    with pytest.raises(ValueError, match="surrogate"):
-        GGUF["gpt-2"].encode("\ud800")
-
-
-def test_control_tokens_are_special() -> None:
-    tokenizer = GGUF["gpt-2"]
-    ids = tokenizer.encode("low<|a|></s>")
-    assert ids[-2:] == [2, 1]
-    assert tokenizer.decode(ids) == "low"
-    assert tokenizer.decode(ids, skip_special=False) == "low<|a|></s>"
-
-
-def test_user_defined_tokens_are_not_special() -> None:
+@pytest.mark.parametrize(("kind", "shown"), [(3, "low"), (4, "low<|a|></s>")])
+def test_control_tokens_are_special_and_user_defined_ones_are_not(kind: int, shown: str) -> None:
     metadata = gguf_metadata()
-    metadata["tokenizer.ggml.token_type"] = [4 if type == 3 else type for type in metadata["tokenizer.ggml.token_type"]]
-    tokenizer = Tokenizer.from_gguf(metadata)
-    assert tokenizer.decode(tokenizer.encode("low<|a|>")) == "low<|a|>"
-    assert tokenizer.encode("low<|a|>")[-1] == 2
+    types = [kind if type == 3 else type for type in metadata["tokenizer.ggml.token_type"]]
+    tokenizer = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.token_type": types})
+    ids = tokenizer.encode("low<|a|></s>")
+    assert ids[-2:] == [2, 1] and tokenizer.decode(ids) == shown
+    assert tokenizer.decode(ids, skip_special=False) == "low<|a|></s>"
 
 
 def test_unused_ids_are_no_tokens() -> None:
     """Files name embedding rows beyond the vocabulary."""
     metadata = gguf_metadata()
-    count = len(metadata["tokenizer.ggml.tokens"])
-    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "[PAD0]", "[PAD1]"]
-    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 5, 5]
+    tokens, types = (metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+    count = len(tokens)
+    metadata = gguf_metadata(tokens=[*tokens, "[PAD0]", "[PAD1]"], token_type=[*types, 5, 5])
     tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.vocab_size == len(tokenizer.token_bytes()) == count
     assert tokenizer.decode([count, *tokenizer.encode("low"), count + 1], skip_special=False) == "low"
@@ -161,7 +150,8 @@ def test_chat_adds_no_second_bos_token() -> None:
     assert Tokenizer.from_gguf(metadata).encode_chat(USER).count(0) == 1
 
 
-BOUNDED = GGUF | {"sentencepiece": Tokenizer.from_gguf(sentencepiece_metadata())}
+SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece_metadata())
+BOUNDED = GGUF | {"sentencepiece": SENTENCEPIECE}
 PARTS = ["<|a|>", "<|", "</s>", "low", "er", " ", "\n", "2024", "n", "-", "'m"]
 PARTS += ["e\u0301", "α\u0313\u0300\u0345", "你", "🙂"]
 
@@ -232,6 +222,7 @@ def test_end_tokens_of_gguf() -> None:
         ({"token_type": [1]}, "type per token"),
         ({"merges": ["no such"]}, "fit together"),
         ({"merges": ["unsplit"]}, "fit together"),
+        ({"model": "llama", "scores": [0.0]}, "score per token"),
     ],
 )
 def test_damaged_vocabulary(changes: dict[str, Any], message: str) -> None:
@@ -240,19 +231,11 @@ def test_damaged_vocabulary(changes: dict[str, Any], message: str) -> None:
 
 
 def test_sentencepiece_merges_by_score() -> None:
-    tokenizer = Tokenizer.from_gguf(sentencepiece_metadata())
     tokens = sentencepiece_metadata()["tokenizer.ggml.tokens"]
-    assert [tokens[id] for id in tokenizer.encode("hello low")] == ["▁hello", "▁low"]
-    assert [tokens[id] for id in tokenizer.encode("é")] == ["▁", "<0xC3>", "<0xA9>"]
-    assert tokenizer.encode("hello", add_special=True)[0] == 1
-
-
-SENTENCEPIECE = Tokenizer.from_gguf(sentencepiece_metadata())
-
-
-def test_sentencepiece_needs_scores() -> None:
-    with pytest.raises(ValueError, match="score per token"):
-        Tokenizer.from_gguf(sentencepiece_metadata(scores=[0.0]))
+    assert [tokens[id] for id in SENTENCEPIECE.encode("hello low")] == ["▁hello", "▁low"]
+    assert [tokens[id] for id in SENTENCEPIECE.encode("é")] == ["▁", "<0xC3>", "<0xA9>"]
+    assert SENTENCEPIECE.encode("hello", add_special=True)[0] == 1
+    assert [SENTENCEPIECE.token_text(id) for id in SENTENCEPIECE.encode("é")] == [" ", r"\xc3", r"\xa9"]
 
 
 def test_token_text_is_one_printable_line() -> None:
@@ -271,12 +254,7 @@ def test_token_bytes_concatenate_to_the_text(text: str) -> None:
     for tokenizer, prefix in ((GGUF["gpt-2"], b""), (SENTENCEPIECE, b" ")):
         parts = tokenizer.token_bytes()
         assert b"".join(parts[id] for id in tokenizer.encode(text)) == prefix + text.encode()
-
-
-def test_control_tokens_have_no_bytes() -> None:
-    for tokenizer in (GGUF["gpt-2"], SENTENCEPIECE):
-        assert all(not tokenizer.token_bytes()[id] for id in tokenizer.eos_tokens)
-        assert len(tokenizer.token_bytes()) == tokenizer.vocab_size
+        assert not any(parts[id] for id in tokenizer.eos_tokens) and len(parts) == tokenizer.vocab_size
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -290,20 +268,22 @@ def test_folder(tmp_path: Path) -> None:
     assert tokenizer.chat(USER, add_generation_prompt=False) == "<|user|>hi"
 
 
-def test_template_file_wins_over_config(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, {"chat_template": "old"}, template="new"))
-    assert tokenizer.chat(USER) == "new"
+@pytest.mark.parametrize(
+    ("template", "file", "said"),
+    [
+        ("old", "new", "new"),
+        ([{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}], None, "plain"),
+    ],
+)
+def test_template_of_a_folder(template: Any, file: str | None, said: str, tmp_path: Path) -> None:
+    assert Tokenizer.from_folder(write_folder(tmp_path, {"chat_template": template}, file)).chat(USER) == said
 
 
-def test_list_of_templates(tmp_path: Path) -> None:
-    templates = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert Tokenizer.from_folder(write_folder(tmp_path, {"chat_template": templates})).chat(USER) == "plain"
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "BPE"}}'])
-def test_damaged_folder(tmp_path: Path, content: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(ValueError, match="not a valid tokenizer"):
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"model": {"type": "BPE"}}', None])
+def test_damaged_folder(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is missing" if content is None else "not a valid tokenizer"):
         Tokenizer.from_folder(tmp_path)
 
 
@@ -313,18 +293,8 @@ def test_tokenizer_without_decoder(tmp_path: Path) -> None:
     assert (tokenizer.token_text(1), tokenizer.decode([1])) == ("b", "b")
 
 
-def test_folder_without_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.json is missing"):
-        Tokenizer.from_folder(tmp_path)
-
-
 def with_template(template: str | None) -> Tokenizer:
     return Tokenizer(BACKEND, template, {"bos_token": "<s>"})
-
-
-def test_no_template() -> None:
-    with pytest.raises(ValueError, match="--raw"):
-        with_template(None).chat(USER)
 
 
 @pytest.mark.parametrize(
@@ -358,3 +328,7 @@ def test_template_tools() -> None:
     assert with_template("{{ enable_thinking }}").chat(USER, enable_thinking=False) == "False"
     with pytest.raises(ValueError, match="not colour"):
         with_template("x").chat(USER, colour="red")
+    with pytest.raises(ValueError, match="--raw"):
+        with_template(None).chat(USER)
+    with pytest.raises(ValueError, match="surrogate"):
+        GGUF["gpt-2"].encode("\ud800")

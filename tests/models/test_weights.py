@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,15 @@ def save_model(folder: Path, family: str = "llama", shards: bool = False, **chan
     return folder
 
 
-def test_loaded_decoder_is_ready_to_run(tmp_path: Path) -> None:
-    decoder = load_decoder(open_model(save_model(tmp_path, tie_word_embeddings=True)))
-    assert not decoder.training
-    assert not any(parameter.requires_grad for parameter in decoder.parameters())
-    assert decoder.lm_head is decoder.embedding
-    assert not any(tensor.is_meta for tensor in [*decoder.parameters(), *decoder.buffers()])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    decoder = load_decoder(open_model(save_model(tmp_path)), dtype)
+def test_loaded_decoder_is_ready_to_run(dtype: torch.dtype, tmp_path: Path) -> None:
+    decoder = load_decoder(open_model(save_model(tmp_path, tie_word_embeddings=True)), dtype)
     assert {parameter.dtype for parameter in decoder.parameters()} == {dtype}
     assert decoder.inv_freq.dtype == torch.float32
-    exact = load_decoder(open_model(tmp_path))
-    assert {parameter.dtype for parameter in exact.parameters()} == {torch.float32}
-    torch.testing.assert_close(decoder.embedding, exact.embedding.to(dtype), atol=0, rtol=0)
+    assert torch.equal(decoder.embedding, load_decoder(open_model(tmp_path)).embedding.to(dtype))
+    assert not decoder.training and decoder.lm_head is decoder.embedding
+    assert not any(parameter.requires_grad for parameter in decoder.parameters())
+    assert not any(tensor.is_meta for tensor in [*decoder.parameters(), *decoder.buffers()])
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
@@ -76,59 +71,41 @@ def test_huge_config_allocates_nothing(tmp_path: Path) -> None:
         load_decoder(open_model(tmp_path))
 
 
-@pytest.mark.parametrize("kept", [0, 7, 200, -1])
-def test_truncated_file(kept: int, tmp_path: Path) -> None:
-    file = save_model(tmp_path) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"model\.safetensors: cannot be read"):
-        load_decoder(open_model(tmp_path))
-
-
-@pytest.mark.parametrize("kept", [None, -5])
-def test_damaged_shard(kept: int | None, tmp_path: Path) -> None:
-    shard = sorted(save_model(tmp_path, shards=True).glob("*.safetensors"))[1]
-    content = shard.read_bytes()[:kept]
-    shard.unlink()
-    if kept is not None:
-        shard.write_bytes(content)
-    with pytest.raises(ValueError, match=shard.name):
-        load_decoder(open_model(tmp_path))
+def write(folder: Path, name: str, content: str | bytes | None) -> None:
+    """Writes a file; None removes it."""
+    (folder / name).unlink()
+    if content is not None:
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def redirect_norm(folder: Path, file: object) -> None:
     """Points the index to another file for one tensor."""
     content = json.loads((folder / INDEX).read_text())
     content["weight_map"][NORM] = content["weight_map"]["model.embed_tokens.weight"] if file is None else file
-    (folder / INDEX).write_text(json.dumps(content))
+    write(folder, INDEX, json.dumps(content))
 
 
-def test_index_names_the_wrong_shard(tmp_path: Path) -> None:
-    redirect_norm(save_model(tmp_path, shards=True), None)
-    with pytest.raises(ValueError, match=re.escape(NORM)):
-        load_decoder(open_model(tmp_path))
+def cut_shard(folder: Path, kept: int | None) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    write(folder, shard.name, None if kept is None else shard.read_bytes()[:kept])
 
 
-@pytest.mark.parametrize("name", ["../model.safetensors", "/tmp/a.safetensors", "a\\b.safetensors", "x.bin", "", 7])
-def test_index_stays_in_its_folder(name: Any, tmp_path: Path) -> None:
-    redirect_norm(save_model(tmp_path / "model", shards=True), name)
-    with pytest.raises(ValueError, match=re.escape(repr(str(name)))):
-        load_decoder(open_model(tmp_path / "model"))
+INDICES = ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000]
+CONFIGS = [b"", b"[]", b"{", "\ud800".encode("utf-8", "surrogatepass"), None]
+OUTSIDE = ["../model.safetensors", "/tmp/a.safetensors", "a\\b.safetensors", "x.bin", "", 7]
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    *((partial(write, name=INDEX, content=content), r"index\.json") for content in INDICES),
+    *((partial(write, name="config.json", content=content), r"config\.json") for content in CONFIGS),
+    *((partial(redirect_norm, file=name), re.escape(repr(str(name)))) for name in OUTSIDE),
+    *((partial(cut_shard, kept=kept), "00002-of-") for kept in (None, 0, 7, 200, -5)),
+    (partial(redirect_norm, file=None), re.escape(NORM)),
+]
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 100_000])
-def test_damaged_index(content: str, tmp_path: Path) -> None:
-    (save_model(tmp_path, shards=True) / INDEX).write_text(content)
-    with pytest.raises(ValueError, match=r"index\.json"):
-        load_decoder(open_model(tmp_path))
-
-
-@pytest.mark.parametrize("content", [b"", b"[]", b"{", "\ud800".encode("utf-8", "surrogatepass"), None])
-def test_damaged_config(content: bytes | None, tmp_path: Path) -> None:
-    file = save_model(tmp_path) / "config.json"
-    file.unlink()
-    if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json"):
+@pytest.mark.parametrize(("damage", "message"), DAMAGE)
+def test_damaged_folder_is_refused(damage: Callable[[Path], None], message: str, tmp_path: Path) -> None:
+    damage(save_model(tmp_path, shards=True))
+    with pytest.raises(ValueError, match=message):
         load_decoder(open_model(tmp_path))
 
 
