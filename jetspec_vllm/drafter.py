@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head, read_config
 from jetspec.models.hub import resolve
-from jetspec.models.random_weights import random_head
+from jetspec.models.weights import random_weights
 from jetspec.tree import WORD, DraftTree, build_tree
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 from jetspec_vllm.attention import TreeAttentionBackend, pages_of
@@ -121,7 +121,7 @@ class TreeDrafter(DraftModelSpeculator):
         name = self.draft_model_config.model
         if self.vllm_config.load_config.load_format != "dummy":
             return load_head(name, dtype=self.dtype, device=self.device)
-        return random_head(read_config(resolve(name)), self.dtype, self.device)
+        return random_weights(DraftHead, read_config(resolve(name)), self.dtype, self.device)
 
     def set_attn(self, *args: Any) -> None:
         super().set_attn(*args)

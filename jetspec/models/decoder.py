@@ -49,8 +49,11 @@ class RopeConfig:
             base = base / torch.tensor(self.divisors)
         if self.kind == "linear":
             return base / self.factor
-        if self.kind == "llama3":
-            return self._llama3(base)
+        if self.kind == "llama3":  # low frequencies are divided by `factor`, high ones kept
+            turns = self.original_len * base / (2 * math.pi)
+            blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            blend = blend.clamp(0, 1)
+            return (1 - blend) * base / self.factor + blend * base
         if self.kind == "yarn":
             return self._yarn(base, head_dim)
         return base
@@ -63,13 +66,6 @@ class RopeConfig:
         if self.attention_factor is not None:
             return self.attention_factor
         return 0.1 * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-    def _llama3(self, base: Tensor) -> Tensor:
-        """Divides low frequencies by `factor`, keeps high ones and interpolates between them."""
-        turns = self.original_len * base / (2 * math.pi)
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        blend = blend.clamp(0, 1)
-        return (1 - blend) * base / self.factor + blend * base
 
     def _yarn(self, base: Tensor, head_dim: int) -> Tensor:
         def pair(turns: float) -> float:

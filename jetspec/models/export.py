@@ -18,7 +18,7 @@ import torch
 from jetspec.files import whole_folder
 from jetspec.models.decoder import DecoderConfig, filled, on_meta
 from jetspec.models.draft_head import DraftHead, HeadConfig
-from jetspec.models.families import config_from_hf, rope_from_hf
+from jetspec.models.families import config_from_hf, pieces, rope_from_hf
 from jetspec.models.head_folder import (
     architectures,
     layer_fields,
@@ -31,7 +31,7 @@ from jetspec.models.head_format import NAMES, save_head, write_config
 from jetspec.models.hub import local_file
 from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, read_json, write_json, write_tensors
 from jetspec.models.tokenizer import TOKENIZER_FILES
-from jetspec.models.weights import Target, hf_tensors
+from jetspec.models.weights import Target
 
 Engine = Literal["vllm", "sglang", "speculators"]
 ENGINES: tuple[Engine, ...] = get_args(Engine)
@@ -197,7 +197,11 @@ def save_target(target: Target, folder: str | Path, dtype: torch.dtype) -> None:
     ends: dict[str, Any] = {"eos_token_id": sorted(target.eos_tokens)}
     if target.tokenizer.bos_token is not None:
         ends["bos_token_id"] = target.tokenizer.bos_token
-    tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in hf_tensors(target.decoder)}
+    tensors = {
+        stored: part.detach().to("cpu", dtype).contiguous()
+        for name, value in target.decoder.named_parameters()
+        for stored, part in pieces(target.decoder.config, name, value, "hf")
+    }
     with whole_folder(Path(folder), TARGET_FILES) as fresh:
         write_json(fresh / CONFIG_FILE, {**config, **ends})
         write_json(fresh / GENERATION_FILE, ends)

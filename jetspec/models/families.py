@@ -213,17 +213,9 @@ def rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     inside = c.integer("original_max_position_embeddings", 1, MAX_LEN, max_len)
     original_len = outer.integer("original_max_position_embeddings", 1, MAX_LEN, inside)
     factor = c.real("factor", 1e-3, 1e6, max_len / original_len if kind == "yarn" else None)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        original_len=original_len,
-        low_freq_factor=c.real("low_freq_factor", 0, 1e6, 1.0),
-        high_freq_factor=c.real("high_freq_factor", 0, 1e6, 4.0),
-        beta_fast=c.real("beta_fast", 0, 1e6, 32.0),
-        beta_slow=c.real("beta_slow", 0, 1e6, 1.0),
-        attention_factor=_attention_factor(c, factor),
-    )
+    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+    numbers: dict[str, Any] = {name: c.real(name, 0, 1e6, getattr(RopeConfig, name)) for name in names}
+    return RopeConfig(theta, kind, factor, original_len, attention_factor=_attention_factor(c, factor), **numbers)
 
 
 def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:

@@ -39,6 +39,7 @@ CARD_FILE = "README.md"
 OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 SCALE = "_scale"
 """Suffix of the tensor that holds the factor per row of an int8 matrix."""
+ROPE_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
 T = TypeVar("T")
 H = TypeVar("H", bound=DecoderStack)
 C = TypeVar("C", HeadConfig, Eagle3Config)
@@ -361,8 +362,4 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.original_len:
         scaling["original_max_position_embeddings"] = rope.original_len
-    if rope.kind == "llama3":
-        scaling |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.kind == "yarn":
-        scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "attention_factor": rope.attention_factor}
-    return scaling
+    return scaling | {name: getattr(rope, name) for name in ROPE_KEYS.get(rope.kind, ())}

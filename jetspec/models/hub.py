@@ -80,15 +80,12 @@ def head_path(name: str | Path) -> str | Path:
     return name if exists else shipped_head(name) or name
 
 
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jetspec" / "models"
-
-
 def default_model() -> Path:
     """Returns the default model's file. Concurrent processes wait for the first one to fetch it."""
     from huggingface_hub.utils import WeakFileLock
 
-    path = cache_folder() / Path(MEMBER).name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "jetspec" / "models" / Path(MEMBER).name
     if _is_complete(path):
         return path
     try:

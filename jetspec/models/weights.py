@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from jetspec.files import some
-from jetspec.models.decoder import Decoder, DecoderConfig, DecoderStack, filled, on_meta
+from jetspec.models.decoder import C, Decoder, DecoderConfig, DecoderStack, S, filled, on_meta
 from jetspec.models.families import FAMILIES, Layout, config_from_gguf, config_from_hf, dtype_from_hf, pieces
 from jetspec.models.gguf import GGUFFile
 from jetspec.models.hub import resolve
@@ -20,6 +21,8 @@ from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, TensorFiles, 
 from jetspec.models.tokenizer import Tokenizer
 
 DType = torch.dtype | Literal["auto"]
+STD = 0.02
+"""Of random weights."""
 INDEX = "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -168,7 +171,25 @@ def declared_eos(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def hf_tensors(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yields a model's parameters as the tensors of a Hugging Face folder."""
-    for name, parameter in decoder.named_parameters():
-        yield from pieces(decoder.config, name, parameter, "hf")
+def random_weights(make: Callable[[C], S], config: C, dtype: torch.dtype, device: torch.device) -> S:
+    """Makes a model for measurements, which runs at the speed of a trained one.
+
+    The weights are made directly on their device: copying large ones takes long.
+    """
+    stack, generator, state = on_meta(make, config), torch.Generator(device).manual_seed(0), {}
+    for name, parameter in stack.named_parameters():
+        state[name] = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if parameter.dim() > 1:
+            state[name].normal_(0, _std(stack.config, name), generator=generator)
+        else:
+            state[name].fill_(0 if name.endswith("bias") else 1)
+    return filled(stack, state, device)
+
+
+def _std(config: DecoderConfig, name: str) -> float:
+    """Standard deviation that keeps the states of different tokens different, so that they are routed to different
+    experts: deeper models add less per layer, as in usual initialisations."""
+    if name == "embedding":  # the scale of layer inputs; a tied one also computes logits
+        return STD if config.tied_embedding else 1
+    is_added = name.endswith(("attention.out.weight", "mlp.down", "mlp.down.weight"))
+    return STD / math.sqrt(2 * config.num_layers) if is_added else STD

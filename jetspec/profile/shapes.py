@@ -12,8 +12,7 @@ from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig, RopeConfig
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.head_format import load_head
 from jetspec.models.hub import resolve
-from jetspec.models.random_weights import random_head, random_target
-from jetspec.models.weights import load_target, open_model
+from jetspec.models.weights import load_target, open_model, random_weights
 from jetspec.train.config import HeadShape
 from jetspec.train.run import head_config
 
@@ -80,7 +79,7 @@ def open_target(name: str, weights: Weights, dtype: torch.dtype, device: torch.d
     if weights == "random":
         config = shape_of(name)
         check_room(name, config, dtype, device)
-        return random_target(config, dtype, device)
+        return random_weights(Decoder, config, dtype, device)
     if name in SHAPES:
         raise ValueError(f"{name} is a shape without weights; name a model, folder or GGUF file, or use random weights")
     return load_target(name, dtype, device).decoder
@@ -121,4 +120,4 @@ def open_head(target: Decoder, path: str | None, shape: HeadShape) -> DraftHead:
         raise ValueError(
             f"a head of {shape.num_layers} layers does not fit a target of {target.config.num_layers}; give it fewer"
         )
-    return random_head(config, dtype, device)
+    return random_weights(DraftHead, config, dtype, device)

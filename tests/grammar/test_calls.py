@@ -214,26 +214,6 @@ def test_text_without_calls_equals_unconstrained_text(temperature: float) -> Non
     assert all(any(token in tokens for tokens in expected) for token in (256, VOCAB - 1))
 
 
-# ---- refused ----
-
-
-@pytest.mark.parametrize(
-    ("source", "word"),
-    [
-        ("{", "begin, end and schema"),
-        ('{"begin": "<", "end": ">"}', "begin, end and schema"),
-        ("[]", "begin, end and schema"),
-        (calls({"type": "array", "uniqueItems": True}).source, "uniqueItems"),
-        (calls(begin="").source, "calls"),
-        (calls(begin=5).source, "calls"),  # type: ignore[arg-type]
-    ],
-)
-def test_unsupported_schemas_are_refused_in_one_line(source: str, word: str) -> None:
-    with pytest.raises(ValueError, match=word) as caught:
-        grammars().start(Grammar("calls", source))
-    assert "\n" not in str(caught.value) and ".cc" not in str(caught.value)
-
-
 def test_objects_stay_open_between_tags() -> None:
     """Properties that a schema does not name are allowed, unless it forbids them."""
     constraint = grammars().start(calls({"type": "object", "properties": {"a": {"type": "integer"}}}))

@@ -34,11 +34,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama tied": ("llama", {"tie_word_embeddings": True}),
     "llama biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama head size": ("llama", {"head_dim": 16}),
+    "llama linear": ("llama", rope(rope_type="linear", factor=3.0)),
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral window": ("mistral", {"sliding_window": 5}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2 window": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 yarn": ("qwen3", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)),
     "qwen3 yarn factors": (
         "qwen3",
         rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=16.0, beta_slow=2.0,

@@ -181,14 +181,6 @@ def test_initial_edge_term_is_zero(gate: bool) -> None:
     assert head.edge(torch.randn(4, 16), torch.arange(4))[:, 5].abs().min() > 0, "E1 must start apart from zero"
 
 
-def test_edge_term_does_not_change_the_states() -> None:
-    """It changes the logits of a child only."""
-    head, plain = random_head(HEADS["edge"]), random_head(CAUSAL)
-    plain.load_state_dict({k: v for k, v in head.state_dict().items() if not k.startswith("edge")})
-    taps, block = random_taps(head, 5), head.block_tokens(torch.tensor([4]))[0]
-    assert torch.equal(propose_densely(head, block, taps, TARGET), propose_densely(plain, block, taps, TARGET))
-
-
 @pytest.mark.parametrize(
     ("num_target_layers", "expected"),
     [(36, (1, 9, 17, 25, 33)), (48, (1, 12, 23, 34, 45)), (64, (1, 16, 31, 46, 61)), (30, (1, 8, 14, 20, 27))],

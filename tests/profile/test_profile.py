@@ -23,7 +23,7 @@ from jetspec.engine.kv_cache import page_bytes
 from jetspec.engine.scheduler import Scheduler
 from jetspec.models.decoder import Decoder, DecoderConfig, MoEConfig
 from jetspec.models.draft_head import DraftHead
-from jetspec.models.random_weights import random_target
+from jetspec.models.weights import random_weights
 from jetspec.ops.select import Kernels, force
 from jetspec.profile import rounds as profile_module
 from jetspec.profile.config import OpOptions
@@ -56,7 +56,7 @@ WORK = Workload(context=20, batch=2, rounds=3)
 def models(
     config: DecoderConfig, device: torch.device = CPU, dtype: torch.dtype = torch.float32, edge: int = 0
 ) -> tuple[Decoder, DraftHead]:
-    target = random_target(config, dtype, device)
+    target = random_weights(Decoder, config, dtype, device)
     return target, open_head(target, None, HeadShape(num_layers=2, block_size=6, edge_rank=edge))
 
 
