@@ -56,8 +56,9 @@ def is_safe(pattern: str) -> bool:
     It ignores `UNSUPPORTED` syntax, reads unknown escapes as letters, and generates characters without JSON escapes.
     """
     escapes = re.findall(r"\\(.)", pattern, re.DOTALL)
+    bare = re.sub(r"\[[^]]*\]", "x", re.sub(r"\\.", "x", pattern))  # without escapes and character classes
     is_known = all(e in "dDsSwW" or not (e.isalnum() or e == "\\") for e in escapes)
-    return pattern.isprintable() and '"' not in pattern and is_known and not UNSUPPORTED.search(_bare(pattern))
+    return pattern.isprintable() and '"' not in pattern and is_known and not UNSUPPORTED.search(bare)
 
 
 def spelled_out(pattern: str) -> str:
@@ -72,8 +73,3 @@ def spelled_out(pattern: str) -> str:
         return {"0": ")*", "1": ")+", None: "){0,1}"}[found[1]]
 
     return REPEATED.sub(spell, pattern)
-
-
-def _bare(pattern: str) -> str:
-    """Replaces each escape and character class by a letter."""
-    return re.sub(r"\[[^]]*\]", "x", re.sub(r"\\.", "x", pattern))

@@ -109,18 +109,18 @@ class HeadTensors(TensorFiles):
                     raise ValueError(f"tensor {name} is stored twice")
                 self.entries[name] = file, stored
 
-    def check(self, head: DecoderStack) -> None:
-        """Raise ValueError unless names, shapes and dtypes are exactly those that the config implies."""
-        expected = check_stored(head, self, partial(self.pieces, head.config))
+    def weights(self, head: DecoderStack, dtype: DType, device: torch.device | str) -> dict[str, Tensor]:
+        """Reads all parameters of a head. `auto` is the dtype of the file, float32 for int8.
+
+        Names, shapes and dtypes must be exactly those that the config implies.
+        """
+        find = partial(self.pieces, head.config)
+        expected = check_stored(head, self, find)
         scales = {name + SCALE for name in expected if self.dtype(name) == torch.int8}
         if unknown := [name for name in self.entries if name not in expected | scales | self.names.ignored]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
-
-    def weights(self, head: DecoderStack, dtype: DType, device: torch.device | str) -> dict[str, Tensor]:
-        """Reads all parameters of a head. `auto` is the dtype of the file, float32 for int8."""
         dtype = self.dtype("fc.weight") if dtype == "auto" else dtype
-        dtype = torch.float32 if dtype == torch.int8 else dtype
-        return read_weights(head, self, partial(self.pieces, head.config), dtype, device)
+        return read_weights(head, self, find, torch.float32 if dtype == torch.int8 else dtype, device)
 
     def pieces(self, c: DecoderConfig, name: str, value: Tensor) -> list[tuple[str, Tensor]]:
         """Returns the stored tensors of a parameter. Some writers stack them as we do."""
@@ -223,7 +223,6 @@ class HeadFormat(ABC, Generic[C, H]):
         head = on_meta(self.make, config)
         with errors_name(folder):
             tensors = HeadTensors(folder, self.names)
-            tensors.check(head)
             state = tensors.weights(head, dtype, device)
             state |= self.buffers(config, tensors, state["fc.weight"].dtype)
         return filled(head, state, device)

@@ -58,7 +58,11 @@ def load_tokenizer(model: OpenModel) -> tuple[Tokenizer, frozenset[int]]:
             tokenizer = Tokenizer.from_gguf(model.tensors.metadata)
             return tokenizer, tokenizer.eos_tokens
         tokenizer = Tokenizer.from_folder(path)
-        return tokenizer, tokenizer.eos_tokens | declared_eos(path)
+        found = set(tokenizer.eos_tokens)
+        for file in (path / "generation_config.json", path / CONFIG_FILE):
+            value = read_json(file).get("eos_token_id") if file.exists() else None
+            found.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
+        return tokenizer, frozenset(found)
 
 
 @dataclass(frozen=True)
@@ -160,15 +164,6 @@ class SafetensorsFolder(TensorFiles):
                 raise ValueError(f"shard {file} is missing")
             files[file] = open_safetensors(self.path / file)
         self.entries = {str(name): (files[str(file)], str(name)) for name, file in weight_map.items()}
-
-
-def declared_eos(folder: Path) -> frozenset[int]:
-    """Returns the end tokens that a folder declares outside its tokenizer."""
-    found: set[int] = set()
-    for file in ("generation_config.json", CONFIG_FILE):
-        value = read_json(folder / file).get("eos_token_id") if (folder / file).exists() else None
-        found.update(token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int))
-    return frozenset(found)
 
 
 def random_weights(make: Callable[[C], S], config: C, dtype: torch.dtype, device: torch.device) -> S:
