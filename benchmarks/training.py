@@ -198,15 +198,7 @@ def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path
 
 def write_answers(llm: LLM, folder: Path, limit: int, tokens: int) -> dict[str, list[Document]]:
     """The target's greedy answers, on which every head is scored."""
-    decoder = llm.target.decoder
-    answerer = Answerer(
-        llm=llm,
-        tokenizer=llm.tokenizer,
-        fingerprint=fingerprint(decoder),
-        max_prompt_tokens=llm.max_prompt_tokens,
-        vocab_size=decoder.config.vocab_size,
-        max_tokens=tokens,
-    )
+    answerer = Answerer.of(llm, tokens)
     tasks = find_tasks(folder, TASKS)
     answers = {task: answerer.answers(task, read_questions(path, limit), None) for task, path in tasks.items()}
     del llm.__dict__["engine"]  # its cache is not needed any more

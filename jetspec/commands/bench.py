@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import islice
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.table import Table
 
-from jetspec.commands.compare import DEMO_PROMPTS, Comparison, Decode, both, is_exact, same_seed, speedup
-from jetspec.commands.options import (
-    AsChat,
-    AsJson,
-    Decoding,
-    Given,
-    Prompts,
-    check_prompt,
-    examples,
-    load_llm,
-    options,
-    stream,
-)
-from jetspec.commands.screen import NEGATIVE, last, out, write_json
+from jetspec.commands.compare import DEMO_PROMPTS, Comparison, Decode, both_sides, check_identical, speedup, totals
+from jetspec.commands.options import AsChat, AsJson, Decoding, Given, Prompts, check_prompt, examples, load_llm, options
+from jetspec.commands.screen import last, number_table, out, total, write_json
 from jetspec.files import check_writable
-from jetspec.types import Completion
+from jetspec.types import Completion, RoundStats
 
 OLD_OPTIONS = {
     *("--methods", "--tasks", "--data-dir", "--url", "--budgets", "--batch", "--skip", "--quick", "--output"),
@@ -84,93 +70,57 @@ def bench(
         raise typer.BadParameter("give prompts or --data, not both", param_hint="--data")
     if out_file is not None:
         check_writable(out_file)
-    texts = tuple(map(check_prompt, prompts or ())) or (DEMO_PROMPTS if data is None else read_prompts(data, limit))
+    if data is None:
+        texts = tuple(map(check_prompt, prompts or ())) or DEMO_PROMPTS
+    else:
+        from jetspec.data.prompts import read_questions
+
+        texts = tuple(question.turns[0] for question in read_questions(data, limit))
     llm = load_llm(settings.model, settings.engine, given.get("tree"))
-    sampling = same_seed(settings.sampling)
-    plain, fast = (partial(stream, each, sampling=sampling, chat=chat) for each in both(llm))
-    result = measure(plain, fast, texts, repeats)
+    results = measure(*both_sides(llm, settings.sampling, chat), texts, repeats)
     record = {
         "model": llm.model_name,
         "drafter": llm.drafter,
         "tree": asdict(llm.tree),
         "dtype": str(llm.target.decoder.embedding.dtype).removeprefix("torch."),
-        "max_tokens": sampling.token_limit,
-        "temperature": sampling.temperature,
-        **result.to_dict(),
+        "max_tokens": settings.sampling.token_limit,
+        "temperature": settings.sampling.temperature,
+        **summary(results),
     }
-    write_json(record) if as_json else out().print(result.table(llm.drafter))
+    write_json(record) if as_json else out().print(_table(record))
     if out_file is not None:
         from jetspec.record import write_record
 
         write_record(out_file, record)
-    if not result.identical and is_exact(llm) and sampling.temperature == 0:
-        raise typer.Exit(NEGATIVE)
+    check_identical(record["identical"], llm, settings.sampling)
 
 
-def read_prompts(path: Path, limit: int) -> tuple[str, ...]:
-    """First user messages of a file of prompts."""
-    from jetspec.data.prompts import BadPrompt, PromptData
-
-    found = []
-    for prompt in islice(PromptData((path,)), limit):
-        if isinstance(prompt, BadPrompt):
-            raise ValueError(f"{prompt.where} {prompt.reason}")
-        found.append(prompt.turns[0])
-    if not found:
-        raise ValueError(f"no prompts in {path}")
-    return tuple(found)
-
-
-@dataclass(frozen=True)
-class Result:
-    """All repeats: a comparison per prompt in each."""
-
-    repeats: Sequence[Sequence[Comparison]]
-
-    @property
-    def identical(self) -> bool:
-        """True if every text of every repeat is that of plain decoding."""
-        return all(c.identical for repeat in self.repeats for c in repeat)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "prompts": len(self.repeats[0]),
-            "repeats": len(self.repeats),
-            "identical": self.identical,
-            "same_texts": sum(c.identical for c in self.repeats[0]),
-            "speedup": _mean_sd([speedup(repeat) for repeat in self.repeats]),
-            "plain": self._side(lambda c: c.plain),
-            "speculative": self._side(lambda c: c.speculative),
-        }
-
-    def _side(self, side: Callable[[Comparison], Completion]) -> dict[str, Any]:
-        """Speed over the repeats, and tokens per round."""
-        stats = [[side(c).stats for c in repeat] for repeat in self.repeats]
-        tokens = [sum(s.completion_tokens for s in repeat) for repeat in stats]
-        seconds = [sum(s.decode_s for s in repeat) for repeat in stats]
-        return {
-            "tokens_per_s": _mean_sd([t / s if s else 0.0 for t, s in zip(tokens, seconds, strict=True)]),
-            "tokens_per_round": sum(tokens) / max(sum(s.rounds for repeat in stats for s in repeat), 1),
-            "completion_tokens": sum(tokens),
-            "decode_s": sum(seconds),
-        }
-
-    def table(self, drafter: str) -> Table:
-        values = self.to_dict()
-        same = f"{values['same_texts']} of {values['prompts']}"
-        table = Table("", box=SIMPLE, caption=f"prompts: {values['prompts']}, repeats: {values['repeats']}")
-        for title in ("tokens/s", "tokens per round", "speedup", "same text"):
-            table.add_column(title, justify="right")
-        for name, key, *more in (
-            ("plain", "plain", "", ""),
-            (drafter, "speculative", _shown(values["speedup"], 2), same),
-        ):
-            side = values[key]
-            table.add_row(name, _shown(side["tokens_per_s"], 1), f"{side['tokens_per_round']:.2f}", *more)
-        return table
+def summary(repeats: Sequence[Sequence[Comparison]]) -> dict[str, Any]:
+    """Results of all repeats, each with a comparison per prompt."""
+    plain, speculative = zip(*map(totals, repeats), strict=True)
+    return {
+        "prompts": len(repeats[0]),
+        "repeats": len(repeats),
+        "identical": all(c.identical for repeat in repeats for c in repeat),
+        "same_texts": sum(c.identical for c in repeats[0]),
+        "speedup": _mean_sd([speedup(repeat) for repeat in repeats]),
+        "plain": _side(plain),
+        "speculative": _side(speculative),
+    }
 
 
-def measure(plain: Decode, fast: Decode, prompts: Sequence[str], repeats: int) -> Result:
+def _table(record: dict[str, Any]) -> Table:
+    def row(name: str, key: str, *more: str) -> tuple[str, ...]:
+        side = record[key]
+        return name, _shown(side["tokens_per_s"], 1), f"{side['tokens_per_round']:.2f}", *more
+
+    same = f"{record['same_texts']} of {record['prompts']}"
+    rows = row("plain", "plain"), row(record["drafter"], "speculative", _shown(record["speedup"], 2), same)
+    heads = ("", "tokens/s", "tokens per round", "speedup", "same text")
+    return number_table(heads, rows, caption=f"prompts: {record['prompts']}, repeats: {record['repeats']}")
+
+
+def measure(plain: Decode, fast: Decode, prompts: Sequence[str], repeats: int) -> list[list[Comparison]]:
     """Decodes every prompt both ways in every repeat; the side that begins alternates."""
     from jetspec.progress import progress_bar
 
@@ -185,7 +135,18 @@ def measure(plain: Decode, fast: Decode, prompts: Sequence[str], repeats: int) -
                     bar.update()
                 results.append(Comparison(prompt, sides[False], sides[True]))
             found.append(results)
-    return Result(found)
+    return found
+
+
+def _side(repeats: Sequence[RoundStats]) -> dict[str, Any]:
+    """Speed over the repeats, and tokens per round."""
+    every = total(repeats)
+    return {
+        "tokens_per_s": _mean_sd([stats.tokens_per_s for stats in repeats]),
+        "tokens_per_round": every.tokens_per_round,
+        "completion_tokens": every.completion_tokens,
+        "decode_s": every.decode_s,
+    }
 
 
 def _mean_sd(values: Sequence[float]) -> dict[str, Any]:

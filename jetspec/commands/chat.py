@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from jetspec.commands.options import Decoding, Given, System, examples, load_llm, options
-from jetspec.commands.screen import held_interrupt, out, printable, shade, statistics
+from jetspec.commands.screen import held_interrupt, out, printable, shade, statistics, total
 from jetspec.files import read_text, write_whole
 from jetspec.settings import parse_overrides, updated
 from jetspec.types import RoundStats, SamplingParams
@@ -221,20 +221,14 @@ def _report(answers: Sequence[RoundStats]) -> str:
     """Statistics of the last answer and of all, and how often each number of draft tokens was accepted."""
     if not answers:
         return "No answer yet."
-    total = RoundStats(
-        prompt_tokens=sum(s.prompt_tokens for s in answers),
-        cached_tokens=sum(s.cached_tokens for s in answers),
-        accepted_lengths=[length for s in answers for length in s.accepted_lengths],
-        prefill_s=sum(s.prefill_s for s in answers),
-        decode_s=sum(s.decode_s for s in answers),
-    )
+    every = total(answers)
     lines = [
         f"last answer  {statistics(answers[-1])}",
-        f"all answers  {statistics(total)}",
-        f"prompts      {total.prompt_tokens} tokens, {total.cached_tokens} of them cached",
+        f"all answers  {statistics(every)}",
+        f"prompts      {every.prompt_tokens} tokens, {every.cached_tokens} of them cached",
         "accepted lengths, and how often",
     ]
-    counts = Counter(total.accepted_lengths)
+    counts = Counter(every.accepted_lengths)
     most = max(counts.values())
     for length in range(max(counts) + 1):
         lines.append(f"{length:>4}  {'█' * round(BAR_WIDTH * counts[length] / most)} {counts[length]}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
@@ -30,9 +29,19 @@ from jetspec.commands.options import (
     options,
     stream,
 )
-from jetspec.commands.screen import NEGATIVE, last, out, printable, shade, to_dict, working, write_json
-from jetspec.config import TreeConfig
-from jetspec.types import Completion, SamplingParams, Update
+from jetspec.commands.screen import (
+    NEGATIVE,
+    last,
+    number_table,
+    out,
+    printable,
+    shade,
+    to_dict,
+    total,
+    working,
+    write_json,
+)
+from jetspec.types import Completion, RoundStats, SamplingParams, Update
 
 if TYPE_CHECKING:
     from jetspec.engine.llm import LLM
@@ -50,8 +59,8 @@ NARROW = 72
 REDRAW_S = 0.1
 WARM_UP = "Once upon a time"
 
-Updates = Iterator[Update]
-Decode = Callable[[str], Updates]
+Decode = Callable[[str], Iterator[Update]]
+"""The updates of an answer to a prompt."""
 
 app = typer.Typer(add_completion=False)
 
@@ -75,12 +84,23 @@ def compare(
 
     Shows both speeds and whether the texts are identical. Exit status 1: they differ, greedy in float32.
     """
-    texts, sampling = tuple(map(check_prompt, prompts or ())), settings.sampling
-    decode = partial(stream, sampling=same_seed(sampling), chat=chat)
+    texts = tuple(map(check_prompt, prompts or ())) or DEMO_PROMPTS
     llm = load_llm(settings.model, settings.engine, given.get("tree"))
-    report = compare_drafters(llm, texts or DEMO_PROMPTS, decode, as_json)
-    if not report.identical and report.is_exact and sampling.temperature == 0:
-        raise typer.Exit(NEGATIVE)
+    plain, speculative = both_sides(llm, settings.sampling, chat)
+    results = compare_sides(plain, speculative, texts, None if as_json else out())
+    identical = all(result.identical for result in results)
+    if as_json:
+        write_json(
+            {
+                "model": llm.model_name,
+                "drafter": llm.drafter,
+                "tree": asdict(llm.tree),
+                "identical": identical,
+                "speedup": speedup(results),
+                "results": [result.to_dict() for result in results],
+            }
+        )
+    check_identical(identical, llm, settings.sampling)
 
 
 @dataclass(frozen=True)
@@ -104,80 +124,47 @@ class Comparison:
         shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return f"identical: no, from token {shared + 1} on"
 
-    @property
-    def speedup(self) -> float:
-        return speedup([self])
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "prompt": self.prompt,
             "identical": self.identical,
-            "speedup": self.speedup,
+            "speedup": speedup([self]),
             "plain": to_dict(self.plain),
             "speculative": to_dict(self.speculative),
         }
 
 
+def totals(results: Iterable[Comparison]) -> tuple[RoundStats, RoundStats]:
+    """Statistics of both sides of all results."""
+    results = list(results)
+    return total(r.plain.stats for r in results), total(r.speculative.stats for r in results)
+
+
 def speedup(results: Sequence[Comparison]) -> float:
     """Ratio of the speeds in tokens per second, all results together."""
-    plain = _speed([r.plain for r in results])
-    return _speed([r.speculative for r in results]) / plain if plain else 0.0
+    plain, speculative = totals(results)
+    return speculative.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0
 
 
-@dataclass(frozen=True)
-class Report:
-    """All comparisons of one run, with the settings of the speculative side."""
-
-    model: str
-    drafter: str
-    tree: TreeConfig
-    is_exact: bool
-    """In float32 greedy texts must be identical; 16 bits allow near ties."""
-    results: list[Comparison]
-
-    @property
-    def identical(self) -> bool:
-        return all(result.identical for result in self.results)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "drafter": self.drafter,
-            "tree": asdict(self.tree),
-            "identical": self.identical,
-            "speedup": speedup(self.results),
-            "results": [result.to_dict() for result in self.results],
-        }
-
-
-def same_seed(sampling: SamplingParams) -> SamplingParams:
-    """The parameters with a seed, so that both sides sample alike."""
-    return replace(sampling, seed=random.getrandbits(62)) if sampling.seed is None else sampling
-
-
-def both(llm: LLM) -> tuple[LLM, LLM]:
-    """Plain decoding over the weights of `llm`, and `llm`, both warmed up."""
+def both_sides(llm: LLM, sampling: SamplingParams, chat: bool) -> tuple[Decode, Decode]:
+    """Plain decoding over the weights of `llm`, and `llm` itself, both warmed up. Both sample with the same seed."""
     if llm.drafter == "none":
         raise ValueError("drafter none is plain decoding itself; choose --drafter head or ngram to compare with it")
-    plain = llm.with_drafter("none")
+    if sampling.seed is None:
+        sampling = replace(sampling, seed=random.getrandbits(62))
+    sides = llm.with_drafter("none"), llm
     with working("Warming up"):
-        for each in (plain, llm):
+        for each in sides:
             each.generate(WARM_UP, SamplingParams(max_tokens=8, ignore_eos=True))
-    return plain, llm
+    plain, speculative = (partial(stream, each, sampling=sampling, chat=chat) for each in sides)
+    return plain, speculative
 
 
-def is_exact(llm: LLM) -> bool:
-    return str(llm.target.decoder.embedding.dtype) == "torch.float32"
-
-
-def compare_drafters(llm: LLM, prompts: Sequence[str], decode: Callable[[LLM, str], Updates], as_json: bool) -> Report:
-    """Compares `llm` with plain decoding over the same weights; shows it, or prints it as JSON."""
-    plain, speculative = (partial(decode, each) for each in both(llm))
-    results = compare_sides(plain, speculative, prompts, None if as_json else out())
-    report = Report(llm.model_name, llm.drafter, llm.tree, is_exact(llm), results)
-    if as_json:
-        write_json(report.to_dict())
-    return report
+def check_identical(identical: bool, llm: LLM, sampling: SamplingParams) -> None:
+    """Ends with a negative answer if greedy texts differ in float32; 16 bits allow near ties."""
+    is_exact = str(llm.target.decoder.embedding.dtype) == "torch.float32"
+    if not identical and is_exact and sampling.temperature == 0:
+        raise typer.Exit(NEGATIVE)
 
 
 def compare_sides(
@@ -267,19 +254,14 @@ class _Side:
             return "waiting"
         return f"{self.num_tokens / (time.perf_counter() - self.start_s):.1f} tokens/s"
 
-    def lines(self, console: Console, width: int) -> list[Text]:
-        return list(self.text.wrap(console, width - 4))
-
     def panel(self, lines: list[Text], width: int, height: int) -> Panel:
         """The last lines that fit into `height`."""
-        body = Text("\n").join(lines[-(height - 2) :])
-        border = "green" if self.completion else "dim"
         return Panel(
-            body,
+            Text("\n").join(lines[-(height - 2) :]),
             title=self.name,
             title_align="left",
             subtitle=self.speed(),
-            border_style=border,
+            border_style="green" if self.completion else "dim",
             width=width,
             height=height,
         )
@@ -290,7 +272,7 @@ def _panels(console: Console, left: _Side, right: _Side, rows: int | None = None
     is_narrow = console.width < NARROW
     columns = console.width - 2  # the terminal echoes ^C behind the last line; a full line would make it scroll
     width = columns if is_narrow else columns // 2
-    texts = [side.lines(console, width) for side in (left, right)]
+    texts = [list(side.text.wrap(console, width - 4)) for side in (left, right)]
     height = max(1, *map(len, texts)) + 2
     if rows is not None:
         height = max(3, min(height, rows // 2 if is_narrow else rows))
@@ -302,20 +284,11 @@ def _panels(console: Console, left: _Side, right: _Side, rows: int | None = None
     return grid
 
 
-def _speed(completions: Sequence[Completion]) -> float:
-    seconds = sum(c.stats.decode_s for c in completions)
-    return sum(c.stats.completion_tokens for c in completions) / seconds if seconds else 0.0
-
-
-def _tokens_per_round(results: Sequence[Comparison]) -> float:
-    rounds = sum(r.speculative.stats.rounds for r in results)
-    return sum(r.speculative.stats.completion_tokens for r in results) / rounds if rounds else 0.0
-
-
 def _columns(results: Sequence[Comparison]) -> tuple[str, str, str, str]:
     """Both speeds, tokens per round and speedup, of one prompt or of all."""
-    plain, speculative = _speed([r.plain for r in results]), _speed([r.speculative for r in results])
-    return f"{plain:.1f}", f"{speculative:.1f}", f"{_tokens_per_round(results):.2f}", f"{speedup(results):.2f}x"
+    plain, fast = totals(results)
+    speeds = f"{plain.tokens_per_s:.1f}", f"{fast.tokens_per_s:.1f}"
+    return *speeds, f"{fast.tokens_per_round:.2f}", f"{speedup(results):.2f}x"
 
 
 def _line(results: Sequence[Comparison]) -> str:
@@ -324,16 +297,8 @@ def _line(results: Sequence[Comparison]) -> str:
 
 
 def _table(results: Sequence[Comparison]) -> Table:
-    table = Table(show_footer=True, box=SIMPLE)
-    total = (*_columns(results), _yes_no(all(r.identical for r in results)))
-    heads = ("plain tokens/s", "speculative tokens/s", "tokens per round", "speedup", "identical")
-    table.add_column("prompt", footer="all", no_wrap=True, overflow="ellipsis", max_width=40)
-    for head, foot in zip(heads, total, strict=True):
-        table.add_column(head, footer=foot, justify="right")
-    for result in results:
-        table.add_row(Text(" ".join(result.prompt.split())), *_columns([result]), _yes_no(result.identical))
-    return table
+    def row(name: str, some: Sequence[Comparison]) -> tuple[Text | str, ...]:
+        return Text(" ".join(name.split())), *_columns(some), "yes" if all(r.identical for r in some) else "no"
 
-
-def _yes_no(value: bool) -> str:
-    return "yes" if value else "no"
+    heads = ("prompt", "plain tokens/s", "speculative tokens/s", "tokens per round", "speedup", "identical")
+    return number_table(heads, [row(result.prompt, [result]) for result in results], foot=row("all", results))

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.box import SIMPLE
 from rich.table import Table
 
 from jetspec.commands.options import AsJson, ModelConfig, check_model, examples, load_llm, options
-from jetspec.commands.screen import note, out, write_json
+from jetspec.commands.screen import note, number_table, out, write_json
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.files import check_writable
+from jetspec.settings import at_least
 
 if TYPE_CHECKING:
     from jetspec.data.answers import Decoded
@@ -46,8 +46,7 @@ class EvalOptions:
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            at_least(1, name, getattr(self, name))
         for name in self.names:
             if name != "chain":
                 TreeConfig(int(name) if name.isdecimal() else name)  # type: ignore[arg-type]
@@ -102,14 +101,7 @@ def eval_head_command(
 
     tasks = settings.eval.tasks
     files = find_tasks(data_dir, tasks.split(",") if tasks else None)
-    eval_head(load_llm(settings.model, settings.engine), settings, files, out_file, as_json)
-
-
-def eval_head(llm: LLM, settings: Evaluation, files: Mapping[str, Path], out_file: Path | None, as_json: bool) -> None:
-    """Lets the target answer, scores the head on the answers, decodes them again, and shows the results.
-
-    `files` holds the questions of each task. The target's answers are kept beside `out_file`, the record.
-    """
+    llm = load_llm(settings.model, settings.engine)
     from jetspec.engine.engine import check_drafter
     from jetspec.record import write_record
     from jetspec.train.evaluate import HeadScore, score_head
@@ -132,20 +124,12 @@ def eval_head(llm: LLM, settings: Evaluation, files: Mapping[str, Path], out_fil
 
 
 def _answers(llm: LLM, asked: EvalOptions, files: Mapping[str, Path], cache: Path | None) -> dict[str, list[Document]]:
-    from jetspec.data.answers import Answerer, fingerprint
+    """The target's answers to the questions of each file, kept in the folder `cache`."""
+    from jetspec.data.answers import Answerer
     from jetspec.data.prompts import read_questions
 
     tasks = {task: read_questions(path, asked.limit) for task, path in files.items()}
-    plain, target = llm.with_drafter("none"), llm.target
-    answerer = Answerer(
-        llm=plain,
-        tokenizer=llm.tokenizer,
-        fingerprint=fingerprint(target.decoder),
-        max_prompt_tokens=plain.max_prompt_tokens,
-        vocab_size=target.decoder.config.vocab_size,
-        max_tokens=asked.max_tokens,
-        progress=True,
-    )
+    answerer = Answerer.of(llm.with_drafter("none"), asked.max_tokens, progress=True)
     for questions in tasks.values():
         answerer.check(questions)
     documents = {}
@@ -206,38 +190,35 @@ def _mean(values: PerTask) -> dict[str, float]:
 def _show(results: Mapping[str, Any], overall: HeadScore) -> None:
     from jetspec.train.evaluate import NEAR_NATS
 
-    console = out()
-    console.print(_table("tokens per round", results["tokens_per_round"], "{:.2f}"))
-    if results["real"]:
-        for title, key, form in (
-            ("decoding: tokens per round", "tokens_per_round", "{:.2f}"),
-            ("decoding: tokens/s", "tokens_per_s", "{:.0f}"),
-            ("decoding: the same text as plain", "same_frac", "{:.1%}"),
-        ):
-            values = {task: {name: d[key] for name, d in row.items()} for task, row in results["real"].items()}
-            console.print(_table(title, values, form))
+    tables = [("tokens per round", results["tokens_per_round"], "{:.2f}")]
+    for title, key, form in (
+        ("decoding: tokens per round", "tokens_per_round", "{:.2f}"),
+        ("decoding: tokens/s", "tokens_per_s", "{:.0f}"),
+        ("decoding: the same text as plain", "same_frac", "{:.1%}"),
+    ):
+        values = {task: {name: d[key] for name, d in row.items()} for task, row in results["real"].items()}
+        tables += [(title, values, form)] if values else []
+    for title, values, form in tables:
+        out().print(_table(title, values, form))
     top = overall.top_path()
-    console.print(
-        f"right along the top path {_percent(top['hit_on_path'])}, below a sibling of it "
-        f"{_percent(top['hit_below_sibling'])}; top path within {NEAR_NATS:g} nats of the target at "
-        f"{_percent(top['near_frac'])} of the anchors"
+    on_path, below, near = (
+        "-" if top[name] is None else f"{top[name]:.0%}" for name in ("hit_on_path", "hit_below_sibling", "near_frac")
+    )
+    out().print(
+        f"right along the top path {on_path}, below a sibling of it {below};"
+        f" top path within {NEAR_NATS:g} nats of the target at {near} of the anchors"
     )
 
 
 def _table(title: str, values: PerTask, form: str) -> Table:
     mean = _mean(values)
-    table = Table(title=title, title_justify="left", box=SIMPLE, show_footer=len(values) > 1)
-    table.add_column("task", footer="mean")
-    for name, value in mean.items():
-        table.add_column(_label(name), footer=form.format(value), justify="right")
-    for task, row in values.items():
-        table.add_row(task, *(form.format(row[name]) for name in mean))
-    return table
+
+    def row(name: str, found: Mapping[str, float]) -> tuple[str, ...]:
+        return name, *(form.format(found[budget]) for budget in mean)
+
+    rows, foot = [row(*item) for item in values.items()], row("mean", mean) if len(values) > 1 else ()
+    return number_table(("task", *map(_label, mean)), rows, foot, title=title, title_justify="left")
 
 
 def _label(budget: str) -> str:
     return budget if budget == "chain" else f"tree {budget}"
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"

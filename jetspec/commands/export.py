@@ -14,8 +14,6 @@ from jetspec.commands.screen import note, out, working
 from jetspec.models.hub import check_name, head_path
 
 if TYPE_CHECKING:
-    import torch
-
     from jetspec.models.export import Engine
 
 Format = Literal["hf", "vllm", "sglang", "speculators"]
@@ -55,46 +53,27 @@ def export_command(
     check_name(head_path(name))
     import torch
 
-    export(name, folder, format, getattr(torch, dtype), target)
-
-
-def export(name: str, folder: Path, format: Format, dtype: torch.dtype, target: str | None) -> None:
-    """Writes `name` in a format, and shows the command that starts the result."""
     from jetspec.models.describe import describe
+    from jetspec.models.export import export_head, save_target
+    from jetspec.models.head_format import load_head
     from jetspec.models.hub import shipped_head
+    from jetspec.models.weights import load_target
 
     engine: Engine | None = None if format == "hf" else format
     own_head = shipped_head(name) if engine else None
+    number_format: torch.dtype = getattr(torch, dtype)
     if own_head is None and describe(name)["kind"] == "target":
-        _export_target(name, folder, engine, dtype)
-    else:
-        _export_head(str(own_head or name), folder, engine, dtype, target)
-
-
-def _export_target(name: str, folder: Path, engine: Engine | None, dtype: torch.dtype) -> None:
-    import torch
-
-    from jetspec.models.export import save_target
-    from jetspec.models.weights import load_target
-
-    if engine is not None:
-        raise ValueError(f"{name} is a model, not a head: {engine} loads it as it is written with --format hf")
-    with working(f"Writing {folder}"):
-        save_target(load_target(name, torch.float32), folder, dtype)
-    out().print(str(folder), markup=False)
-
-
-def _export_head(name: str, folder: Path, engine: Engine | None, dtype: torch.dtype, target: str | None) -> None:
-    import torch
-
-    from jetspec.models.export import export_head
-    from jetspec.models.head_format import load_head
-
-    head = load_head(name, dtype=torch.float32)
+        if engine is not None:
+            raise ValueError(f"{name} is a model, not a head: {engine} loads it as it is written with --format hf")
+        with working(f"Writing {folder}"):
+            save_target(load_target(name, torch.float32), folder, number_format)
+        out().print(str(folder), markup=False)
+        return
+    head = load_head(str(own_head or name), dtype=torch.float32)
     if engine and head.edge is not None:
         note("the edge term is left out: no other engine has one")
     with working(f"Writing {folder}"):
-        export_head(head, folder, engine, dtype, target)
+        export_head(head, folder, engine, number_format, target)
     out().print(str(folder), markup=False)
     if engine:
         note(_start(engine, folder, head.head_config.depth, target or "TARGET"))

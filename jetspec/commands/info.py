@@ -33,47 +33,37 @@ def info(
     """
     for each in (name, head):
         check_name(head_path(each or name))
-    if not show_info(name, head, as_json):
-        raise typer.Exit(NEGATIVE)
-
-
-def show_info(name: str, head: str | None, as_json: bool) -> bool:
-    """Prints the contents of `name`, and of `head` if given. False: the two do not fit each other."""
     from jetspec.models.describe import describe, fits
 
     model = describe(name)
     if head is None:
         write_json(model) if as_json else _show(model)
-        return True
+        return
     other = describe(head_path(head))
     problems = fits(model, other)
     if as_json:
         write_json({"model": model, "head": other, "fits": not problems, "problems": problems})
-        return not problems
-    _show(model)
-    _show(other)
-    out().print("fits: no" if problems else "fits: yes", style="bold red" if problems else "bold green")
-    for problem in problems:
-        out().print(f"- {problem}", markup=False)
-    return not problems
+    else:
+        _show(model)
+        _show(other)
+        out().print("fits: no" if problems else "fits: yes", style="bold red" if problems else "bold green")
+        for problem in problems:
+            out().print(f"- {problem}", markup=False)
+    if problems:
+        raise typer.Exit(NEGATIVE)
 
 
 def _show(description: dict[str, Any]) -> None:
     console = out()
-    console.print(_table(description) if console.is_terminal else _lines(description))
-
-
-def _table(description: dict[str, Any]) -> Table:
+    if not console.is_terminal:
+        console.print(Text("".join(f"{name}: {value}\n" for name, value in _rows(description))))
+        return
     table = Table(show_header=False, box=SIMPLE)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in _rows(description):
         table.add_row(name, Text(value))
-    return table
-
-
-def _lines(description: dict[str, Any]) -> Text:
-    return Text("".join(f"{name}: {value}\n" for name, value in _rows(description)))
+    console.print(table)
 
 
 def _rows(description: dict[str, Any]) -> Iterator[tuple[str, str]]:

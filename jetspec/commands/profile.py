@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from jetspec.commands.options import AsJson, examples, options
-from jetspec.commands.screen import err, out, working, write_json
+from jetspec.commands.screen import err, number_table, out, working, write_json
 from jetspec.config import TreeConfig
 from jetspec.files import check_writable
 from jetspec.profile.config import OpOptions, RoundOptions
@@ -223,17 +223,18 @@ def _round_table(runs: Sequence[dict[str, Any]]) -> Table:
 
 
 def _op_table(runs: Sequence[OpProfile]) -> Table:
-    table = Table(box=SIMPLE)
-    table.add_column("operation")
-    for title in ("kernel µs", "eager reference µs", "MB", "GB/s", "difference"):
-        table.add_column(title, justify="right")
-    for run in runs:
-        table.add_row(
-            run.name,
-            "-" if run.kernel_ms is None else f"{run.kernel_ms * 1e3:.1f}",
-            f"{run.reference_ms * 1e3:.1f}",
-            f"{run.num_bytes / 1e6:.2f}",
-            f"{run.gb_per_s:.0f}",
-            "-" if run.max_difference is None else f"{run.max_difference:.1e}",
-        )
-    return table
+    heads = ("operation", "kernel µs", "eager reference µs", "MB", "GB/s", "difference")
+    return number_table(
+        heads,
+        [
+            (
+                run.name,
+                "-" if run.kernel_ms is None else f"{run.kernel_ms * 1e3:.1f}",
+                f"{run.reference_ms * 1e3:.1f}",
+                f"{run.num_bytes / 1e6:.2f}",
+                f"{run.gb_per_s:.0f}",
+                "-" if run.max_difference is None else f"{run.max_difference:.1e}",
+            )
+            for run in runs
+        ],
+    )

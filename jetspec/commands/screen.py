@@ -6,12 +6,14 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from jetspec.types import Completion, RoundStats, Update
@@ -123,6 +125,31 @@ def to_dict(completion: Completion) -> dict[str, Any]:
         "finish_reason": completion.finish_reason,
         "stats": completion.stats.to_dict(),
     }
+
+
+def total(stats: Iterable[RoundStats]) -> RoundStats:
+    """Statistics of several answers as one."""
+    parts = list(stats)
+    return RoundStats(
+        prompt_tokens=sum(part.prompt_tokens for part in parts),
+        cached_tokens=sum(part.cached_tokens for part in parts),
+        accepted_lengths=[length for part in parts for length in part.accepted_lengths],
+        prefill_s=sum(part.prefill_s for part in parts),
+        decode_s=sum(part.decode_s for part in parts),
+    )
+
+
+def number_table(
+    heads: Sequence[str], rows: Iterable[Sequence[Any]], foot: Sequence[Any] = (), **options: Any
+) -> Table:
+    """A table with names in the first column, and numbers in the others."""
+    made = Table(box=SIMPLE, show_footer=bool(foot), **options)
+    for index, (head, below) in enumerate(zip(heads, foot or [""] * len(heads), strict=True)):
+        shape: Any = {"justify": "right"} if index else {"no_wrap": True, "overflow": "ellipsis", "max_width": 40}
+        made.add_column(head, below, **shape)
+    for row in rows:
+        made.add_row(*row)
+    return made
 
 
 def statistics(stats: RoundStats) -> str:

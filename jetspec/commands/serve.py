@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -58,37 +57,30 @@ def serve(
 
     The log goes to stderr, one JSON object per line. Ctrl-C or SIGTERM: running answers are finished first.
     """
-    from jetspec.files import read_text
+    from jetspec.files import missing_package, read_text
     from jetspec.serve.config import read_keys
 
     config = replace(settings.server, keys=read_keys(api_keys)) if api_keys else settings.server
     template = read_text(chat_template) if chat_template else None
     check_model(settings.model)
-    serve_model(lambda: load_llm(settings.model, settings.engine, given.get("tree")), config, template, warm_up)
-
-
-def serve_model(load: Callable[[], LLM], config: ServeConfig, template: str | None, warm_up: bool = True) -> None:
-    """Opens the port, then loads: a port in use is an error at once. `template` replaces the model's own."""
     try:
+        from jetspec.serve import run
         from jetspec.serve.app import Server
-        from jetspec.serve.run import listen, open_socket, serve
     except ImportError as error:
-        from jetspec.files import missing_package
-
         raise missing_package(str(error.name), "serve", "the server") from None
-    with open_socket(config) as listener:
-        llm = load()
+    with run.open_socket(config) as listener:  # before the model is loaded: a port in use is an error at once
+        llm = load_llm(settings.model, settings.engine, given.get("tree"))
         if template is not None:
             llm.tokenizer.chat_template = template
         server = Server(llm, config)
         if warm_up:
             _warm_up(llm)
-        listen(listener, config)
+        run.listen(listener, config)
         address = f"http://{config.shown_host}:{listener.getsockname()[1]}/v1"
         err().print(f"Serving {config.model_name or llm.model_name} at {address}", markup=False)
         if not (config.keys or config.is_local):
             err().print("Anyone who reaches this port may use the model; --api-keys closes it.", style="yellow")
-        serve(server, listener)
+        run.serve(server, listener)
 
 
 def _warm_up(llm: LLM) -> None:

@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +20,6 @@ from jetspec.train.config import TrainConfig, check_files, load_recipe, recipes
 from jetspec.types import SamplingParams
 
 if TYPE_CHECKING:
-    import torch
-
     from jetspec.data.corpus import Document
     from jetspec.models.heads import Head
     from jetspec.models.weights import Target
@@ -57,15 +54,10 @@ def train_command(
     Stop it at any time: the same command goes on from the last checkpoint.
     """
     if recipe is None:
-        list_recipes()
+        for name, description in recipes().items():
+            out().print(f"{name:24}{description}", markup=False)
         return
     train_recipe(recipe, set_ or (), fresh=fresh, dry_run=dry_run)
-
-
-def list_recipes() -> None:
-    """Prints the packaged recipes with their descriptions."""
-    for name, description in recipes().items():
-        out().print(f"{name:24}{description}", markup=False)
 
 
 def train_recipe(recipe: str | Path, overrides: Sequence[str], *, fresh: bool, dry_run: bool) -> None:
@@ -74,50 +66,41 @@ def train_recipe(recipe: str | Path, overrides: Sequence[str], *, fresh: bool, d
     check_files(config)
     import torch.distributed as dist
 
-    from jetspec.engine.llm import choose_device
+    from jetspec.engine.llm import choose_device, choose_dtype
     from jetspec.files import check_replaceable
     from jetspec.models.head_folder import OWN_FILES
-    from jetspec.train.checkpoint import claimed
-    from jetspec.train.run import join_processes
+    from jetspec.models.weights import load_target
+    from jetspec.train.checkpoint import checkpoints, claimed, step_of
+    from jetspec.train.run import ROWS_FILE, join_processes, make_trainer
 
     check_replaceable(Path(config.out) / "head", OWN_FILES)
     check_name(config.model)
     device = join_processes() or choose_device(config.device)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     with claimed(Path(config.out)) if is_first and not dry_run else nullcontext():
-        names = [override.partition("=")[0] for override in overrides]
-        train(config, device, fresh=fresh, dry_run=dry_run, overridden=names)
-
-
-def train(
-    config: TrainConfig, device: torch.device, *, fresh: bool, dry_run: bool, overridden: Sequence[str] = ()
-) -> None:
-    """Trains in a folder that no other process uses. `overridden` names the settings of the command line."""
-    from jetspec.engine.llm import choose_dtype
-    from jetspec.models.weights import load_target
-    from jetspec.train.run import ROWS_FILE, make_trainer
-
-    with working(f"Loading {config.model}"):
-        target = load_target(config.model, choose_dtype(config.dtype, device), device)
-    trainer = make_trainer(config, target.decoder, listed=None if dry_run else Path(config.out) / ROWS_FILE)
-    if config.score is not False and trainer.validation is not None:
-        trainer.score = lambda head: score_head(target, head, asks_of(trainer.decoded_documents))
-    if fresh and trainer.rank == 0 and not dry_run:
-        shutil.rmtree(Path(config.out) / "checkpoints", ignore_errors=True)
-    step = 0 if fresh else trainer.resume(overridden)
-    if trainer.rank == 0:
-        show_plan(config, trainer, step)
-    if dry_run:
-        show_time(config, trainer)
-        return
-    try:
-        trainer.run()
-    except KeyboardInterrupt:
+        with working(f"Loading {config.model}"):
+            target = load_target(config.model, choose_dtype(config.dtype, device), device)
+        trainer = make_trainer(config, target.decoder, listed=None if dry_run else Path(config.out) / ROWS_FILE)
+        if config.score is not False and trainer.validation is not None:
+            trainer.score = lambda head: score_head(target, head, asks_of(trainer.decoded_documents))
+        if fresh and trainer.rank == 0 and not dry_run:
+            shutil.rmtree(Path(config.out) / "checkpoints", ignore_errors=True)
+        step = 0 if fresh else trainer.resume([override.partition("=")[0] for override in overrides])
         if trainer.rank == 0:
-            note(where_it_stopped(trainer))
-        raise
-    if trainer.rank == 0:
-        note(f"The head is in {Path(config.out) / 'head'}")
+            show_plan(config, trainer, step)
+        if dry_run:
+            show_time(config, trainer)
+            return
+        try:
+            trainer.run()
+        except KeyboardInterrupt:
+            if trainer.rank == 0:
+                saved = checkpoints(trainer.folder / "checkpoints")
+                last = f"the last checkpoint is of step {step_of(saved[-1])}" if saved else "there is no checkpoint yet"
+                note(f"stopped at step {trainer.step}; {last}")
+            raise
+        if trainer.rank == 0:
+            note(f"The head is in {Path(config.out) / 'head'}")
 
 
 def asks_of(documents: Sequence[Document]) -> list[Ask]:
@@ -160,6 +143,7 @@ def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
     size = sum(p.numel() for p in trainer.parameters)
     tokens = sum(len(document.tokens) for document in trainer.data.documents)
     rows = config.rows * config.accumulate * trainer.world
+    import torch
     from rich.table import Table
 
     table = Table(show_header=False, box=None)
@@ -173,28 +157,13 @@ def show_plan(config: TrainConfig, trainer: Trainer, step: int) -> None:
     )
     if config.minutes is not None:
         table.add_row("minutes", f"{config.minutes:g} at most, {trainer.limit.used_s / 60:.1f} of them used")
-    table.add_row("runs on", runs_on(trainer))
+    # Without a usable GPU the run would take days.
+    device = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "the processor, no GPU"
+    processes = f", {trainer.world} processes" if trainer.world > 1 else ""
+    table.add_row("runs on", f"{device}, {str(trainer.target.embedding.dtype).removeprefix('torch.')}{processes}")
     table.add_row("starts at", f"step {step}" if step else "the beginning")
     table.add_row("writes to", config.out)
     err().print(table)
-
-
-def runs_on(trainer: Trainer) -> str:
-    """The device: a machine whose GPU is unusable would train on its processor for days."""
-    import torch
-
-    name = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else "the processor, no GPU"
-    processes = f", {trainer.world} processes" if trainer.world > 1 else ""
-    return f"{name}, {str(trainer.target.embedding.dtype).removeprefix('torch.')}{processes}"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A repeated part of a run."""
-
-    name: str
-    seconds: float
-    times: int
 
 
 def show_time(config: TrainConfig, trainer: Trainer) -> None:
@@ -203,17 +172,21 @@ def show_time(config: TrainConfig, trainer: Trainer) -> None:
 
     steps_left = max(config.steps - trainer.step, 0)
     trainer.train_step()
-    parts = [Part("step", seconds_of(trainer, trainer.train_step, 2), steps_left)]
+    parts = [("step", seconds_of(trainer, trainer.train_step, 2), steps_left)]
     if trainer.validation is not None:
         seconds = seconds_of(trainer, lambda: (trainer.validate(), trainer.tree_lengths()))
-        parts.append(Part("validation", seconds, -(-steps_left // config.validate_every)))
+        parts.append(("validation", seconds, -(-steps_left // config.validate_every)))
     head = frozen_copy(trainer.head, trainer.target.embedding.dtype)
     if trainer.rank > 0:
         return
     if (score := trainer.score) is not None:
         seconds = seconds_of(trainer, lambda: score(head))
-        parts.append(Part("checkpoint decoded", seconds, -(-steps_left // config.save_every)))
-    note(time_left(parts, config.minutes, trainer.limit.used_s / 60))
+        parts.append(("checkpoint decoded", seconds, -(-steps_left // config.save_every)))
+    left_s = sum(seconds * times for _, seconds, times in parts)
+    if config.minutes is not None:
+        left_s = min(left_s, max(60 * config.minutes - trainer.limit.used_s, 0.0))
+    each = ", ".join(f"{seconds:.2f} s per {name}" for name, seconds, _ in parts)
+    note(f"{each}; {duration(left_s)} for what is left. Nothing was written.")
 
 
 def seconds_of(trainer: Trainer, run: Callable[[], object], times: int = 1) -> float:
@@ -225,20 +198,3 @@ def seconds_of(trainer: Trainer, run: Callable[[], object], times: int = 1) -> f
     if trainer.device.type == "cuda":
         torch.cuda.synchronize()
     return (time.perf_counter() - began) / times
-
-
-def time_left(parts: Sequence[Part], limit: float | None, used: float) -> str:
-    """The time of all parts, at most the rest of a limit in minutes."""
-    minutes = sum(part.seconds * part.times for part in parts) / 60
-    if limit is not None:
-        minutes = min(minutes, max(limit - used, 0.0))
-    each = ", ".join(f"{part.seconds:.2f} s per {part.name}" for part in parts)
-    return f"{each}; {duration(60 * minutes)} for what is left. Nothing was written."
-
-
-def where_it_stopped(trainer: Trainer) -> str:
-    from jetspec.train.checkpoint import checkpoints, step_of
-
-    saved = checkpoints(trainer.folder / "checkpoints")
-    last = f"the last checkpoint is of step {step_of(saved[-1])}" if saved else "there is no checkpoint yet"
-    return f"stopped at step {trainer.step}; {last}"

@@ -12,7 +12,8 @@ from rich.text import Text
 
 from jetspec.commands.options import AsChat, Decoding, Given, Prompt, examples, load_llm, options, read_prompt, stream
 from jetspec.commands.screen import note, out
-from jetspec.commands.tree_html import DrawnRound, count_nodes, label, write_page
+from jetspec.commands.tree_html import count_nodes, label, page
+from jetspec.files import write_whole
 from jetspec.types import RoundTrace, Update
 
 KEPT, DROPPED, BONUS = "●", "○", "◆"
@@ -57,10 +58,10 @@ def draw_trees(prompt: str, updates: Iterable[Update], token_text: TokenText, ht
     console.print(LEGEND, style="dim")
     for update in updates:
         assert update.trace is not None, "the stream was started with trace=True"
-        rounds.append(DrawnRound(update.trace, update.text))
+        rounds.append((update.trace, update.text))
         console.print("", round_text(update.trace, len(rounds), token_text), sep="\n")
     if html:
-        write_page(html, prompt, rounds, token_text)
+        write_whole(html, page(prompt, rounds, token_text))
         note(f"Wrote {html}")
 
 

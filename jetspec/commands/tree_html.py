@@ -5,26 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from html import escape
-from pathlib import Path
+from typing import Any
 
 from rich.cells import cell_len
 
-from jetspec.files import write_whole
 from jetspec.types import RoundTrace
 
 ROW, BOX, GAP, PAD = 26, 20, 34, 8
 """Pixels: row height, box height, space between columns, margin."""
 CHAR = 7.3
 """Width of one column of the 12 px monospaced font; wide characters take two."""
-
-
-@dataclass(frozen=True)
-class DrawnRound:
-    """A round and the text that became visible with it."""
-
-    trace: RoundTrace
-    text: str
 
 
 def label(text: str) -> str:
@@ -38,51 +28,51 @@ def count_nodes(trace: RoundTrace) -> str:
     return f"{size} node{'s' * (size > 1)}, {len(trace.path) - 1} accepted + 1"
 
 
-def write_page(path: Path, prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> None:
-    """Write the page, whole or not at all."""
-    write_whole(path, page(prompt, rounds, token_text))
-
-
-def page(prompt: str, rounds: Sequence[DrawnRound], token_text: Callable[[int], str]) -> str:
+def page(prompt: str, rounds: Sequence[tuple[RoundTrace, str]], token_text: Callable[[int], str]) -> str:
     """The whole document: the prompt, the text with a shade per round, and a picture of every tree."""
     from jinja2 import Environment, PackageLoader
 
     template = Environment(loader=PackageLoader("jetspec.commands", ""), autoescape=True).get_template("tree.html")
-    pictures = [(each.text, count_nodes(each.trace), _picture(each.trace, token_text)) for each in rounds]
-    return template.render(prompt=prompt, rounds=pictures)
+    pictures = [(text, count_nodes(trace), picture(trace, token_text)) for trace, text in rounds]
+    return template.render(prompt=prompt, rounds=pictures, pad=PAD, box=BOX)
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """A node with its place on the page; `y` is its middle."""
 
     text: str
     x: float
     y: float
     width: float
+    end: float
 
 
-def _picture(trace: RoundTrace, token_text: Callable[[int], str]) -> str:
-    """The tree from left to right, a column per depth. The target's own token is drawn as one more node."""
-    nodes = len(trace.tokens)
-    tokens, parents = [*trace.tokens, trace.bonus], [*trace.parents, trace.path[-1]]
-    numbers = ["", *(f" {trace.logprobs[node]:.2f}" for node in range(1, nodes)), ""]
-    labels = [label(token_text(token)) + number for token, number in zip(tokens, numbers, strict=True)]
-    on_path = {*trace.path, nodes}
-    boxes = _place(parents, labels, on_path)
-    kinds = ["bonus" if n == nodes else "kept" if n in on_path else "dropped" for n in range(nodes + 1)]
-    weights = [1.0, *(math.exp(min(trace.logprobs[node], 0.0)) for node in range(1, nodes)), 1.0]
+def picture(trace: RoundTrace, token_text: Callable[[int], str]) -> dict[str, Any]:
+    """The tree from left to right, a column per depth: `nodes` (box, kind, title), `lines` (kind, boxes, width), size.
+
+    The target's own token is one more node.
+    """
+    count, logprobs = len(trace.tokens), trace.logprobs
+    parents, on_path = [*trace.parents, trace.path[-1]], {*trace.path, count}
+    labels = [label(token_text(token)) for token in (*trace.tokens, trace.bonus)]
+    titles = ["anchor", *(_title(trace, node, token_text) for node in range(1, count)), "the target's own token"]
+    for node in range(1, count):
+        labels[node] += f" {logprobs[node]:.2f}"
+    boxes = place(parents, labels, on_path)
+    kinds = [*("kept" if node in on_path else "dropped" for node in range(count)), "bonus"]
+    widths = [4.0, *(1 + 3 * math.exp(min(logprobs[node], 0.0)) for node in range(1, count)), 4.0]
     # The path is drawn last, over the lines it crosses.
-    order = sorted(range(1, nodes + 1), key=lambda node: node in on_path)
-    lines = [_line(boxes[parents[n]], boxes[n], kinds[n], weights[n]) for n in order]
-    titles = ["anchor", *(_title(trace, node, token_text) for node in range(1, nodes)), "the target's own token"]
-    drawn = [_node(box, kind, title) for box, kind, title in zip(boxes, kinds, titles, strict=True)]
-    width = max(box.x + box.width for box in boxes) + PAD
-    height = max(box.y for box in boxes) + ROW / 2 + PAD
-    return f'<svg width="{width:.0f}" height="{height:.0f}" role="img">{"".join(lines)}{"".join(drawn)}</svg>'
+    order = sorted(range(1, count + 1), key=lambda node: node in on_path)
+    return {
+        "nodes": list(zip(boxes, kinds, titles, strict=True)),
+        "lines": [(kinds[node], boxes[parents[node]], boxes[node], widths[node]) for node in order],
+        "width": max(box.end for box in boxes) + PAD,
+        "height": max(box.y for box in boxes) + ROW / 2 + PAD,
+    }
 
 
-def _place(parents: list[int], labels: list[str], on_path: set[int]) -> list[_Box]:
+def place(parents: list[int], labels: list[str], on_path: set[int]) -> list[Box]:
     """Columns as wide as their widest label; a parent level with its first child; the accepted path on the top row."""
     depths = [0] * len(parents)
     for node in range(1, len(parents)):
@@ -90,10 +80,9 @@ def _place(parents: list[int], labels: list[str], on_path: set[int]) -> list[_Bo
     widths = [cell_len(text) * CHAR + 2 * PAD for text in labels]
     columns = [max(w for w, d in zip(widths, depths, strict=True) if d == depth) for depth in range(max(depths) + 1)]
     left = [PAD + sum(columns[:depth]) + GAP * depth for depth in range(len(columns))]
-    rows = _rows(parents, on_path)
     return [
-        _Box(text, left[depth], PAD + ROW * (row + 0.5), width)
-        for text, depth, row, width in zip(labels, depths, rows, widths, strict=True)
+        Box(text, left[depth], PAD + ROW * (row + 0.5), width, left[depth] + width)
+        for text, depth, row, width in zip(labels, depths, _rows(parents, on_path), widths, strict=True)
     ]
 
 
@@ -109,23 +98,6 @@ def _rows(parents: list[int], on_path: set[int]) -> list[int]:
         rows[node] = last_row
         stack.extend((child, rank == 0) for rank, child in reversed(list(enumerate(children[node]))))
     return rows
-
-
-def _line(parent: _Box, child: _Box, kind: str, weight: float) -> str:
-    start, end = parent.x + parent.width, child.x
-    middle = (start + end) / 2
-    curve = (
-        f"M{start:.0f} {parent.y:.0f}C{middle:.0f} {parent.y:.0f} {middle:.0f} {child.y:.0f} {end:.0f} {child.y:.0f}"
-    )
-    return f'<path class="{kind}" d="{curve}" stroke-width="{1 + 3 * weight:.1f}"/>'
-
-
-def _node(box: _Box, kind: str, title: str) -> str:
-    return (
-        f'<g class="{kind}"><title>{escape(title)}</title>'
-        f'<rect x="{box.x:.0f}" y="{box.y - BOX / 2:.0f}" width="{box.width:.0f}" height="{BOX}" rx="5"/>'
-        f'<text x="{box.x + PAD:.0f}" y="{box.y + 4:.0f}" xml:space="preserve">{escape(box.text)}</text></g>'
-    )
 
 
 def _title(trace: RoundTrace, node: int, token_text: Callable[[int], str]) -> str:

@@ -53,6 +53,13 @@ class Answerer:
     max_tokens: int
     progress: bool = False
 
+    @classmethod
+    def of(cls, llm: Any, max_tokens: int, progress: bool = False) -> Answerer:
+        """The target of an `LLM`, which decodes without a drafter."""
+        decoder = llm.target.decoder
+        digest, vocab_size = fingerprint(decoder), decoder.config.vocab_size
+        return cls(llm, llm.tokenizer, digest, llm.max_prompt_tokens, vocab_size, max_tokens, progress)
+
     def answers(self, task: str, questions: Sequence[Prompt], cache: Path | None) -> list[Document]:
         """One document per answered turn, read from the folder `cache`, or computed and written to it."""
         path = cache / f"{task}-{self._digest(questions)}.jsonl" if cache else None

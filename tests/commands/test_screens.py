@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -25,7 +24,7 @@ from jetspec.commands.chat import Chat
 from jetspec.commands.compare import compare_sides
 from jetspec.commands.screen import printable
 from jetspec.commands.tree import BONUS, KEPT, round_text
-from jetspec.commands.tree_html import DrawnRound, _place, page, write_page
+from jetspec.commands.tree_html import page, place
 from jetspec.types import RoundTrace, SamplingParams, Update
 from tests.commands.cli import run
 from tests.fake_llm import ANSWER, WORDS, FakeLLM
@@ -280,7 +279,7 @@ def test_terminal_drawing_shows_every_node_once(trace: RoundTrace, vocabulary: l
 @settings(max_examples=60)
 @given(traces(), st.lists(NASTY, min_size=25, max_size=25))
 def test_page_is_well_formed_and_self_contained(trace: RoundTrace, vocabulary: list[str]) -> None:
-    html = page("a <prompt>", [DrawnRound(trace, "<i>text</i>")] * 2, vocabulary.__getitem__)
+    html = page("a <prompt>", [(trace, "<i>text</i>")] * 2, vocabulary.__getitem__)
     pictures = re.findall(r"<svg.*?</svg>", html, flags=re.DOTALL)
     assert len(pictures) == 2
     for picture in pictures:
@@ -294,7 +293,7 @@ def test_page_is_well_formed_and_self_contained(trace: RoundTrace, vocabulary: l
 @given(traces(), st.data())
 def test_boxes_do_not_overlap(trace: RoundTrace, data: st.DataObject) -> None:
     labels = data.draw(st.lists(st.text("ab", max_size=12), min_size=len(trace.tokens), max_size=len(trace.tokens)))
-    boxes = _place(trace.parents, labels, set(trace.path))
+    boxes = place(trace.parents, labels, set(trace.path))
     for i, one in enumerate(boxes):
         for other in boxes[:i]:
             apart_x = one.x + one.width <= other.x or other.x + other.width <= one.x
@@ -302,22 +301,12 @@ def test_boxes_do_not_overlap(trace: RoundTrace, data: st.DataObject) -> None:
     assert {boxes[node].y for node in trace.path} == {boxes[0].y}
 
 
-def test_page_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    file = tmp_path / "tree.html"
-    file.write_text("before")
-    trace = RoundTrace([0], [0], [0.0], [0], bonus=99)
-    with pytest.raises(IndexError):
-        write_page(file, "Why?", [DrawnRound(trace, "")], WORDS.__getitem__)
-    assert [f.read_text() for f in tmp_path.iterdir()] == ["before"]
-    write_page(file, "Why?", [DrawnRound(replace(trace, bonus=1), "")], WORDS.__getitem__)
-    assert file.read_text().startswith("<!doctype html>") and len(list(tmp_path.iterdir())) == 1
-
-
 def test_tree_draws_rounds_and_writes_the_page(fake: type[FakeLLM], tmp_path: Path) -> None:
     result = run("tree", "Why?", "--rounds", "2", "--html", str(tmp_path / "tree.html"))
     assert result.exit_code == 0
     assert "round 2: 4 nodes, 2 accepted + 1" in result.stdout and "round 3" not in result.stdout
-    assert (tmp_path / "tree.html").read_text().count("<svg") == 2
+    html = (tmp_path / "tree.html").read_text()
+    assert html.startswith("<!doctype html>") and html.count("<svg") == 2
     assert run("tree", "Why?", "--html", str(tmp_path / "no" / "tree.html")).exit_code == 2
 
 
