@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -28,24 +29,9 @@ GONE = ("report", "grade", "load")
 PLUGINS = {"vllm": ("jetspec_vllm", "Draft trees inside vLLM.")}
 """Commands of other packages, with the package and the help. Such a package has an entry point of this name in the
 group `jetspec.commands`, which is a Typer app."""
-ANY_WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
 """Base class of the parser's errors; Typer exports only this one of its children."""
-
-
-class LazyCommands(dict[str, Any]):
-    """Commands by name, each loaded when it is first looked up."""
-
-    def __getitem__(self, name: str) -> Any:
-        if super().__getitem__(name) is None:
-            self[name] = _load(name)
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        if name not in self:
-            return default
-        return self[name]
 
 
 class OneLineErrors(TyperGroup):
@@ -83,7 +69,13 @@ class Commands(OneLineErrors):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.commands = LazyCommands(dict.fromkeys((*COMMANDS, *GONE)))
+        self.commands: dict[str, Any] = dict.fromkeys((*COMMANDS, *GONE))
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """A command, loaded when it is first looked up."""
+        if name in self.commands and self.commands[name] is None:
+            self.commands[name] = _load(name)
+        return self.commands.get(name)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """The options. Those that install shell completion are needed once, so the examples name them."""
@@ -189,13 +181,11 @@ def behind_command(
 
 def _placeholder(name: str, reason: str, help: str = "", hidden: bool = True) -> Any:
     """A command that fails with one line, whatever its words."""
-    gone = typer.Typer(add_completion=False)
 
-    @gone.command(name, help=help, hidden=hidden, context_settings=ANY_WORDS, add_help_option=False)
-    def fail() -> None:
+    def fail(context: typer.Context) -> None:
         raise ValueError(reason)
 
-    return typer.main.get_command(gone)
+    return _any_words(name, fail, help, hidden)
 
 
 def _plugin(name: str, package: str, help: str) -> Any:
@@ -205,15 +195,21 @@ def _plugin(name: str, package: str, help: str) -> Any:
         wheel = package.replace("_", "-")
         reason = f"`jetspec {name}` needs {package}: in a clone pip install -e ./{package}, else pip install {wheel}"
         return _placeholder(name, reason, help, hidden=False)
-    plugin = typer.Typer(add_completion=False)
 
-    @plugin.command(name, help=help, context_settings=ANY_WORDS, add_help_option=False)
     def run(context: typer.Context) -> None:
         command: Any = typer.main.get_command(found.load())
         with command.make_context(name, context.args, parent=context.parent) as inner:
             command.invoke(inner)
 
-    return typer.main.get_command(plugin)
+    return _any_words(name, run, help, hidden=False)
+
+
+def _any_words(name: str, run: Callable[[typer.Context], None], help: str, hidden: bool) -> Any:
+    """A command whose words are not parsed, --help among them."""
+    made = typer.Typer(add_completion=False)
+    settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+    made.command(name, help=help, hidden=hidden, context_settings=settings, add_help_option=False)(run)
+    return typer.main.get_command(made)
 
 
 def _misused(error: Any) -> Exception:

@@ -205,7 +205,8 @@ def _live(plain: Decode, speculative: Decode, prompt: str, console: Console) -> 
         def follow(side: _Side) -> Callable[[Update], None]:
             def seen(update: Update) -> None:
                 side.add(update)
-                if side.is_due():
+                if update.completion or time.perf_counter() - side.drawn_s >= REDRAW_S:
+                    side.drawn_s = time.perf_counter()
                     live.update(_panels(console, left, right, rows=console.height - 4), refresh=True)
 
             return seen
@@ -238,14 +239,6 @@ class _Side:
         self.text.append(printable(update.text), style=shade(self.num_rounds))
         self.num_rounds += 1
         self.completion = update.completion
-
-    def is_due(self) -> bool:
-        """True at the end, and a few times a second before: the panel is drawn again then."""
-        now_s = time.perf_counter()
-        if self.completion is None and now_s - self.drawn_s < REDRAW_S:
-            return False
-        self.drawn_s = now_s
-        return True
 
     def speed(self) -> str:
         if self.completion:

@@ -109,7 +109,8 @@ def regenerate(
     config = RegenerateConfig(settings.model.name, **vars(answers))
     where, loads = target_loads(settings.model, settings.machine, max_len=answers.max_len)
     if answers.responses == "corpus":
-        where, corpus = ["cpu"], job.load_corpus(config)
+        tokenizer, eos_tokens, context = job.read_tokenizer(config.model)
+        where, corpus = ["cpu"], job.Corpus(tokenizer, eos_tokens, config.longest(context))
         check: job.Check = corpus.converse
         starts: list[Callable[[], Answer]] = [lambda: corpus.answer]
     else:

@@ -8,7 +8,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -30,7 +30,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 Given = dict[str, dict[str, Any]]
 """Settings that a command line names: section, field, value."""
 
-SHORT = {"--model": "-m", "--temperature": "-t", "--max-tokens": "-n", "--port": "-p"}
+SHORT = {"--model": ["-m"], "--temperature": ["-t"], "--max-tokens": ["-n"], "--port": ["-p"]}
 DEFAULT_TREES = """Unless set, the tree suits the device: on a CPU budget=16 and shortlist_parents=0,
 on a GPU batch_trees=8:32,24:16:8."""
 UNSETTABLE = {"sampling": "grammar.compiled", "server": "keys"}
@@ -141,8 +141,7 @@ class Flag:
     """An option that sets one setting."""
 
     name: str
-    setting: Setting
-    hint: Any
+    path: str
     old_in: str | None = None
     """Section of the table of old names, for an option of an earlier release."""
 
@@ -151,29 +150,22 @@ class Flag:
         """Name of the parameter."""
         return self.name.strip("-").replace("-", "_") + "_"
 
-    @property
-    def help(self) -> str:
-        """The setting's docstring, with the default if that is neither named there nor a matter of the device."""
-        text, default = self.setting.help, self.setting.default
-        is_named = default in (None, (), "") or "efault" in text or self.setting.path.startswith("tree.")
-        return text if is_named else f"{text} Default: {_shown(default)}."
 
-    def parameter(self) -> inspect.Parameter:
-        hint = _option_type(self.hint)
-        section = self.setting.path.partition(".")[0]
-        names = [self.name, SHORT[self.name]] if self.name in SHORT else [self.name]
-        if hint is bool:
-            names = [f"{self.name}/--no-{self.name[2:]}"]
-        option = typer.Option(
-            *names,
-            help=self.help,
-            show_default=False,
-            rich_help_panel=section.capitalize(),
-            hidden=self.old_in is not None,
-        )
-        return inspect.Parameter(
-            self.slot, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[hint | None, option]
-        )
+def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def _flag_parameter(flag: Flag, setting: Setting, hint: Any) -> inspect.Parameter:
+    """The parameter of a flag. The help is the setting's docstring, with the default if that is neither named there nor
+    a matter of the device."""
+    hint, section = _option_type(hint), flag.path.partition(".")[0]
+    text, default = setting.help, setting.default
+    if default not in (None, (), "") and "efault" not in text and section != "tree":
+        text = f"{text} Default: {_shown(default)}."
+    names = [f"{flag.name}/--no-{flag.name[2:]}" if hint is bool else flag.name, *SHORT.get(flag.name, ())]
+    panel, hidden = section.capitalize(), flag.old_in is not None
+    option = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel, hidden=hidden)
+    return _parameter(flag.slot, Annotated[hint | None, option], None)
 
 
 def options(*flags: str) -> Callable[[Command], Command]:
@@ -187,19 +179,24 @@ def options(*flags: str) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         hints = typing.get_type_hints(command, include_extras=True)
         root: Any = hints["settings"]
-        flagged = _flags(root, flags, command.__name__)
+        sections, known = typing.get_type_hints(root), {setting.path: setting for setting in all_settings(root())}
+        flagged = _flags(flags, known, command.__name__)
         own = [
-            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            _parameter(name, hints[name], parameter.default)
             for name, parameter in inspect.signature(command).parameters.items()
             if name not in ("settings", "given", "context")
         ]
+
+        def parameter_of(flag: Flag) -> inspect.Parameter:
+            section, _, name = flag.path.partition(".")
+            return _flag_parameter(flag, known[flag.path], typing.get_type_hints(sections[section])[name])
 
         def run(**words: Any) -> None:
             context, overrides, _ = words.pop("context"), words.pop("set_"), words.pop("help_all")
             raw: Given = {}
             for flag in flagged:
                 if (value := words.pop(flag.slot)) not in (None, []):
-                    section, _, name = flag.setting.path.partition(".")
+                    section, _, name = flag.path.partition(".")
                     raw.setdefault(section, {})[name] = value
                     if flag.old_in is not None:
                         current(flag.name, flag.old_in, where=context.command_path)
@@ -209,18 +206,13 @@ def options(*flags: str) -> Callable[[Command], Command]:
             made = {"settings": settings, "given": given, "context": context}
             command(**{name: value for name, value in made.items() if name in hints}, **words)
 
-        keyword = inspect.Parameter.KEYWORD_ONLY
+        listing = help_all(lambda: describe(all_settings(root()), getattr(root, "NOTE", "")))
         parameters = [
-            inspect.Parameter("context", keyword, annotation=typer.Context),
+            _parameter("context", typer.Context),
             *own,
-            *(flag.parameter() for flag in flagged),
-            inspect.Parameter("set_", keyword, default=None, annotation=Set),
-            inspect.Parameter(
-                "help_all",
-                keyword,
-                default=False,
-                annotation=help_all(lambda: describe(all_settings(root()), getattr(root, "NOTE", ""))),
-            ),
+            *map(parameter_of, flagged),
+            _parameter("set_", Set, None),
+            _parameter("help_all", listing, False),
         ]
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -261,23 +253,18 @@ def all_settings(settings: Any) -> list[Setting]:
     ]
 
 
-def _flags(root: Any, flags: Sequence[str], command: str) -> list[Flag]:
+def _flags(flags: Sequence[str], known: Container[str], command: str) -> list[Flag]:
     """Flags of these settings, and hidden ones of an earlier release for other settings of the command."""
-    known = {setting.path: setting for setting in all_settings(root())}
-    hints = {name: typing.get_type_hints(section) for name, section in typing.get_type_hints(root).items()}
-
-    def make(name: str, path: str, old_in: str | None = None) -> Flag:
-        section, _, field_name = path.partition(".")
-        return Flag(name or f"--{field_name.replace('_', '-')}", known[path], hints[section][field_name], old_in)
-
-    visible = [make(*text.rpartition("=")[::2]) for text in flags]
-    taken, old = {flag.name for flag in visible}, []
+    found: dict[str, Flag] = {}
+    for text in flags:
+        name, _, path = text.rpartition("=")
+        name = name or f"--{path.partition('.')[2].replace('_', '-')}"
+        found[name] = Flag(name, path)
     for section in (f"flag {command}", "flag"):
         for name, new in RENAMED.get(section, {}).items():
-            if name not in taken and (path := new.removeprefix("--set ")) in known:
-                taken.add(name)
-                old.append(make(name, path, section))
-    return [*visible, *old]
+            if (path := new.removeprefix("--set ")) in known:
+                found.setdefault(name, Flag(name, path, section))
+    return [*found.values()]
 
 
 def _shown(value: Any) -> str:

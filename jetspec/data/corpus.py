@@ -14,6 +14,7 @@ from typing import Generic, Self, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jetspec.data.prompts import OnBad, text_lines
@@ -123,14 +124,9 @@ class PackedBatch(OnDevice):
 
     def padded(self, count: int) -> PackedBatch:
         """The batch with empty rows appended, up to `count`."""
-        more = count - len(self.token_RT)
-        empty = {"document_RT": -1}
-        return PackedBatch(
-            **{
-                name: torch.cat((value, value.new_full((more, value.shape[1]), empty.get(name, 0))))
-                for name, value in vars(self).items()
-            }
-        )
+        more = (0, 0, 0, count - len(self.token_RT))
+        fill = {"document_RT": -1}
+        return PackedBatch(**{name: F.pad(x, more, value=fill.get(name, 0)) for name, x in vars(self).items()})
 
     def documents(self) -> Iterator[Document]:
         """All documents, row by row."""

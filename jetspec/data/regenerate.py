@@ -179,15 +179,6 @@ class Tally(RunTally):
         self.skipped += 1
         print_above(f"skipped {bad.where}: {bad.reason}", file=sys.stderr)
 
-    def cut_off(self, cut: CutPrompt) -> None:
-        self.cut += 1
-        left = f"the context is full after {cut.answered} of {cut.turns} turns; the rest is left out"
-        print_above(f"cut {cut.where}: {left}", file=sys.stderr)
-
-    def interrupted(self, out: Path) -> str:
-        done, wanted = self.already + self.answered, self.already + self.todo
-        return f"stopped: {done:,} of {wanted:,} prompts are answered in {out}; the same command resumes there"
-
     def summary(self, out: Path) -> str:
         cut = f" ({self.cut:,} of them not to the last turn)" if self.cut else ""
         written = out if self.answered + self.already else f"nothing is written to {out}"
@@ -214,7 +205,9 @@ def write_rows(
             try:
                 _answer(rows, _unanswered(data, rows.ids | tally.unusable), starts, tally)
             except KeyboardInterrupt:
-                print(tally.interrupted(out), file=sys.stderr)
+                done, wanted = tally.already + tally.answered, tally.already + tally.todo
+                state = f"{done:,} of {wanted:,} prompts are answered in {out}"
+                print(f"stopped: {state}; the same command resumes there", file=sys.stderr)
                 raise
             rows.record(tally.entry(RUN_COUNTS, len(starts)), **about)
     return tally
@@ -247,7 +240,9 @@ def _answer(rows: RowFile, prompts: Iterator[Prompt], starts: Sequence[Callable[
     with progress_bar(total=tally.todo, desc="answering", unit=" prompts") as bar, closing(results):
         for result in results:
             if isinstance(result, CutPrompt):
-                tally.cut_off(result)
+                tally.cut += 1
+                left = f"the context is full after {result.answered} of {result.turns} turns; the rest is left out"
+                print_above(f"cut {result.where}: {left}", file=sys.stderr)
                 continue
             if isinstance(result, BadPrompt):
                 tally.refuse(result)
@@ -289,12 +284,6 @@ def read_tokenizer(model: str) -> tuple[Tokenizer, frozenset[int], int]:
     """A model's tokenizer, end tokens and context length, without its weights."""
     opened = open_model(resolve(model))
     return *load_tokenizer(opened), opened.config.max_len
-
-
-def load_corpus(config: RegenerateConfig) -> Corpus:
-    """The answerer of `responses="corpus"`."""
-    tokenizer, eos_tokens, longest = read_tokenizer(config.model)
-    return Corpus(tokenizer, eos_tokens, config.longest(longest))
 
 
 def load_check(config: RegenerateConfig) -> Check:

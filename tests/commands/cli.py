@@ -18,4 +18,4 @@ def all_commands(command: Any, words: str = "") -> Iterator[tuple[str, Any]]:
     """Words of a command and of all commands below it."""
     yield words, command
     for name in getattr(command, "commands", {}):
-        yield from all_commands(command.commands[name], f"{words} {name}".strip())
+        yield from all_commands(command.get_command(None, name), f"{words} {name}".strip())

@@ -62,9 +62,6 @@ def test_prompt_comes_from_the_argument_or_the_pipe(fake: type[FakeLLM]) -> None
     system = {"role": "system", "content": "Be brief."}
     said = [{"role": "user", "content": text} for text in ("argument", "piped", "Why?")]
     assert fake.asked == [[said[0]], [said[1]], "continued", [system, said[2]]]
-
-
-def test_a_system_message_needs_the_chat_template(fake: type[FakeLLM]) -> None:
     result = run("generate", "Why?", "--system", "Be brief.", "--raw")
     assert result.exit_code == 2 and "--system" in result.stderr
 
@@ -93,19 +90,16 @@ def test_compare_json(fake: type[FakeLLM]) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "args", "status"),
-    [(torch.float32, [], 1), (torch.bfloat16, [], 0), (torch.float32, ["--temperature", "1"], 0)],
+    [(torch.float32, [], 1), (torch.bfloat16, [], 0), (torch.float32, ["--set", "sampling.temperature=1"], 0)],
 )
-def test_compare_fails_where_greedy_texts_must_be_equal(
+def test_greedy_texts_must_be_equal_in_float32(
     fake: type[FakeLLM], dtype: torch.dtype, args: list[str], status: int
 ) -> None:
     fake.drifts, fake.dtype = True, dtype
-    result = run("compare", "Why?", *args)
-    assert "identical: no, from token 3 on" in result.stdout
-    assert result.exit_code == status
-
-
-def test_compare_refuses_plain_against_plain(fake: type[FakeLLM]) -> None:
-    assert run("compare", "Why?", "--drafter", "none").exit_code == 2
+    for command, said in ((["compare"], "identical: no, from token 3 on"), (["bench", "-r", "1"], "0 of 1")):
+        result = run(*command, "Why?", *args)
+        assert said in result.stdout and result.exit_code == status
+        assert run(*command, "Why?", "--drafter", "none").exit_code == 2, "plain against plain"
 
 
 @pytest.mark.parametrize("width", [30, 100])
@@ -163,13 +157,6 @@ def test_bench_reads_prompts_of_a_file(fake: type[FakeLLM], tmp_path: Path) -> N
     result = run("bench", "--data", str(data))
     assert result.exit_code == 2 and "no prompts" in result.stderr
     assert run("bench", "Why?", "--data", str(data)).exit_code == 2
-
-
-@pytest.mark.parametrize(("dtype", "status"), [(torch.float32, 1), (torch.bfloat16, 0)])
-def test_bench_fails_where_greedy_texts_must_be_equal(fake: type[FakeLLM], dtype: torch.dtype, status: int) -> None:
-    fake.drifts, fake.dtype = True, dtype
-    result = run("bench", "Why?", "--repeats", "1")
-    assert result.exit_code == status and "0 of 1" in result.stdout
 
 
 # -- chat

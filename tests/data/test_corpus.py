@@ -50,17 +50,6 @@ def test_rows_do_not_depend_on_earlier_reads(lengths: list[int], number: int) ->
     assert all(np.array_equal(a, b) for a, b in zip(one.row(number), other.row(number), strict=True))
 
 
-def test_long_rows_are_cut(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    rows = [
-        {"token_ids": [1, 2, 3, 4, 5, 6], "spans": [[2, 6]]},
-        {"token_ids": [1, 2, 3, 4, 5, 6], "spans": [[5, 6]]},
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (document,) = read_documents([path], max_len=4, vocab_size=10)
-    assert document.tokens.tolist() == [1, 2, 3, 4] and document.written.tolist() == [False, False, True, True]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -108,11 +97,8 @@ def test_held_out_prompts_are_not_trained_on(counts: list[int], most: int, seed:
     held, trained = ({int(document.tokens[0]) for document in part} for part in (held_out, rest))
     assert not held & trained and 1 <= len(held) <= most and trained
     assert len(held_out) + len(rest) == len(documents)
-
-
-def test_documents_without_an_id_are_held_out_one_by_one() -> None:
-    held_out, rest = Documents.join(list(enumerate(numbered([3] * 20)))).hold_out(5, 0)
-    assert (len(held_out), len(rest)) == (2, 18)
+    nameless = Documents.join(list(enumerate(numbered([3] * 20)))).hold_out(5, 0)
+    assert [len(part) for part in nameless] == [2, 18], "documents without an id are held out one by one"
 
 
 BAD_DATA = [
@@ -131,6 +117,7 @@ def test_changed_rows_are_counted_and_named(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in BAD_DATA))
     documents = read_documents([path], 4, 50, mask_token=9, on_bad="skip", tally=tally)
     assert sorted(document.tokens.tolist() for document in documents) == [[1, 2, 3], [1, 2, 3, 4]]
+    assert documents[1].written.tolist() == [False, False, True, True], "the rest of a cut row"
     assert tally.summary(4).splitlines() == [
         f"2 of 7 rows cut: longer than row_len 4 ({path}:1, {path}:2)",
         f"1 of 7 rows left out: the cut took all answers ({path}:2)",

@@ -22,9 +22,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from jetspec.commands.app import app
 from jetspec.data.config import RegenerateConfig
 from jetspec.data.conversation import start_conversation
 from jetspec.data.prompts import BadPrompt, CutPrompt, Prompt, PromptData, parse_prompt
@@ -44,6 +43,7 @@ from jetspec.data.rows import Row
 from jetspec.data.workers import Answer, Results, answer_in_processes, places
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.types import Completion, RoundStats, SamplingParams
+from tests.commands.cli import run as run_words
 from tests.train.tiny_model import CONTEXT, END_TOKEN, byte_tokenizer, write_model
 
 TOKENIZER = byte_tokenizer()
@@ -90,13 +90,12 @@ def corpus(max_len: int) -> Corpus:
     return Corpus(TOKENIZER, frozenset({END_TOKEN}), max_len)
 
 
-def start_and_exit() -> Answer:
-    os._exit(3)
-
-
-def start_and_be_killed() -> Answer:
-    os.kill(os.getpid(), signal.SIGKILL)
-    raise AssertionError
+def start_and_fail(how: str) -> Answer:
+    if how == "exit":
+        os._exit(3)
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("there is no such model")
 
 
 def start_and_mark_the_end(mark: Path) -> Answer:
@@ -110,10 +109,6 @@ def start_and_mark_the_end(mark: Path) -> Answer:
             mark.touch()
 
     return answer
-
-
-def start_and_refuse() -> Answer:
-    raise ValueError("there is no such model")
 
 
 def make_prompts(count: int, most_turns: int = 3) -> list[dict[str, Any]]:
@@ -230,10 +225,8 @@ def test_system_message_precedes_the_turns() -> None:
     prompt = parse({"messages": messages}, "corpus")
     row = answered(corpus(400).answer(iter([prompt])))[prompt.id]
     assert row.token_ids == TOKENIZER.encode(TOKENIZER.chat(messages, False).removesuffix("\n"))
-    assert [TOKENIZER.decode(row.token_ids[a:b], skip_special=False) for a, b in row.spans] == [
-        "be<|im_end|>",
-        "de<|im_end|>",
-    ]
+    written = [TOKENIZER.decode(row.token_ids[a:b], skip_special=False) for a, b in row.spans]
+    assert written == ["be<|im_end|>", "de<|im_end|>"]
 
 
 def test_corpus_responses_are_kept_unchanged() -> None:
@@ -310,10 +303,11 @@ def test_rows_of_every_form_are_read(row: dict[str, Any], form: str, tmp_path: P
     assert (prompt.turns, prompt.responses) == (["a"], ["b"])
 
 
-@pytest.mark.parametrize("raw", [{"turns": ["a"]}, {"turns": ["a"], "response": " "}, {"turns": ["a"], "response": 3}])
-def test_corpus_needs_responses(raw: dict[str, Any]) -> None:
-    assert isinstance(parse_prompt(raw, "here:1", "x", "corpus"), BadPrompt)
-    assert isinstance(parse_prompt(raw, "here:1", "x"), Prompt)
+def test_corpus_needs_responses() -> None:
+    for more in ({}, {"response": " "}, {"response": 3}):
+        raw = {"turns": ["a"], **more}
+        assert isinstance(parse_prompt(raw, "here:1", "x", "corpus"), BadPrompt)
+        assert isinstance(parse_prompt(raw, "here:1", "x"), Prompt)
 
 
 def test_folders_gzip_and_missing_ids(tmp_path: Path) -> None:
@@ -323,6 +317,10 @@ def test_folders_gzip_and_missing_ids(tmp_path: Path) -> None:
     prompts = good(PromptData((tmp_path,)))
     assert [prompt.turns for prompt in prompts] == [["three"], ["one"], ["two"]]
     assert [prompt.id.partition("-")[0] for prompt in prompts] == ["7", "b/1", "b/2"]
+    file = tmp_path / "b.jsonl.gz"
+    file.write_bytes(file.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz"):
+        list(PromptData((file,)))
 
 
 def test_edited_row_is_another_prompt(tmp_path: Path) -> None:
@@ -338,13 +336,6 @@ def test_edited_row_is_another_prompt(tmp_path: Path) -> None:
     assert (tally.answered, tally.already) == (1, 1)
 
 
-def test_truncated_gzip_file_is_refused(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "p.jsonl.gz", make_prompts(50))
-    file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"p\.jsonl\.gz"):
-        list(PromptData((file,)))
-
-
 @settings(max_examples=20)
 @given(count=st.integers(1, 40), num_shards=st.integers(1, 5), limit=st.one_of(st.none(), st.integers(1, 50)))
 def test_shards_part_the_first_prompts(
@@ -356,10 +347,10 @@ def test_shards_part_the_first_prompts(
     assert sorted(ids) == sorted(f"p{i}" for i in range(min(count, limit or count)))
 
 
-@pytest.mark.parametrize("text", ["", "1", "2/2", "-1/2", "a/b", "1/"])
-def test_bad_shards_are_refused(text: str) -> None:
+@pytest.mark.parametrize("shard", ["", "1", "2/2", "-1/2", "a/b", "1/"])
+def test_bad_shards_are_refused(shard: str) -> None:
     with pytest.raises(ValueError, match="shard"):
-        PromptData(shard=text)
+        PromptData(shard=shard)
 
 
 def test_hugging_face_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,36 +367,11 @@ def test_hugging_face_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- stopping and resuming
 
 
-def test_truncated_file_is_completed_to_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jetspec.data.rows.write_record", lambda path, results: None)
-    data = prompt_file(tmp_path, make_prompts(3, most_turns=1))
-    whole = tmp_path / "whole.jsonl"
-    write(whole, data)
-    content = whole.read_bytes()
-    out = tmp_path / "out.jsonl"
-    for size in range(len(content) + 1):
-        out.write_bytes(content[:size])
-        done = written_ids(out)
-        tally = write(out, data)
-        assert tally.already == len(done) == content[:size].count(b"\n")
-        assert tally.answered == 3 - len(done)
-        assert read_rows(out) == read_rows(whole)
-
-
-@pytest.mark.parametrize("content", ["my notes", "my notes\n", '{"turns": ["a"]}\n', "3\n", '{"id": "a"}\n{"id": "b'])
-def test_foreign_file_is_not_touched(content: str, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text(content)
-    with pytest.raises(ValueError, match=r"out\.jsonl:1: .*another --out"):
-        RowFile(out, {})
-    assert out.read_text() == content
-
-
 def test_full_disk_leaves_complete_rows(model: Path, tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     data, out = write_jsonl(tmp_path / "p.jsonl", make_prompts(40, most_turns=1)), tmp_path / "out.jsonl"
     # -B: the limit would truncate the bytecode files of Python as well.
-    command = [sys.executable, "-B", "-m", "jetspec.commands.app", *arguments(model, data, out)]
+    command = [sys.executable, "-B", "-m", "jetspec.commands.app", *arguments(model, data, out, *ON_CPU)]
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (4000, 4000))
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -429,43 +395,6 @@ def test_interrupted_run_prints_its_state(tmp_path: Path, capsys: pytest.Capture
     assert f"5 of 9 prompts are answered in {out}" in capsys.readouterr().err and len(read_rows(out)) == 5
 
 
-def test_one_run_writes_to_a_regular_file(tmp_path: Path) -> None:
-    pytest.importorskip("fcntl")
-    first = RowFile(tmp_path / "out.jsonl", {})
-    with pytest.raises(ValueError, match=r"out\.jsonl"):
-        RowFile(tmp_path / "out.jsonl", {})
-    first.close()
-    assert list(tmp_path.iterdir()) == [], "a file without rows is removed"
-    for path in (tmp_path, Path(os.devnull)):
-        with pytest.raises(ValueError, match=re.escape(str(path))):
-            RowFile(path, {})
-
-
-def test_settings_are_not_mixed(tmp_path: Path) -> None:
-    data, out = prompt_file(tmp_path, make_prompts(3)), tmp_path / "out.jsonl"
-    write(out, data)
-    before = out.read_bytes()
-    for other, message in (
-        (replace(CONFIG, seed=5), "seed 0, not 5"),
-        (replace(CONFIG, max_len=64), "max_len None, not 64"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            write(out, data, config=other)
-    assert out.read_bytes() == before
-
-
-def test_the_record_adds_up(tmp_path: Path) -> None:
-    data, out = prompt_file(tmp_path, make_prompts(8)), tmp_path / "out.jsonl"
-    write(out, replace(data, limit=5))
-    write(out, data)
-    write(out, data)
-    record = json.loads((tmp_path / "out.jsonl.meta.json").read_text())
-    assert [(run["answered"], run["already"]) for run in record["runs"]] == [(5, 0), (3, 5)]
-    written = sum(end - start for row in read_rows(out).values() for start, end in row["spans"])
-    assert sum(run["tokens"] for run in record["runs"]) == written
-    assert record["settings"]["seed"] == 0
-
-
 # -- several processes
 
 
@@ -479,16 +408,16 @@ def test_rows_do_not_depend_on_the_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "error", "message"),
+    ("how", "error", "message"),
     [
-        (start_and_exit, ChildProcessError, "status 3"),
-        (start_and_be_killed, ChildProcessError, "SIGKILL"),
-        (start_and_refuse, ValueError, "no such model"),
+        ("exit", ChildProcessError, "status 3"),
+        ("kill", ChildProcessError, "SIGKILL"),
+        ("raise", ValueError, "no such model"),
     ],
 )
-def test_failed_worker_ends_the_run(start: Callable[[], Answer], error: type[Exception], message: str) -> None:
+def test_failed_worker_ends_the_run(how: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        list(answer_in_processes([start], iter([])))
+        list(answer_in_processes([partial(start_and_fail, how)], iter([])))
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -556,37 +485,31 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
-def named(model: Path, data: Path, out: Path) -> list[str]:
-    return ["data", "regenerate", "--model", str(model), "--data", str(data), "--out", str(out)]
+ON_CPU = ("--max-tokens", "16", "--device", "cpu")
 
 
 def arguments(model: Path, data: Path, out: Path, *more: str) -> list[str]:
-    return [*named(model, data, out), "--max-tokens", "16", "--device", "cpu", *more]
+    return ["data", "regenerate", "--model", str(model), "--data", str(data), "--out", str(out), *more]
 
 
-def run(*args: Any) -> Result:
-    return CliRunner().invoke(app, arguments(*args))
+def run(model: Path, data: Path, out: Path, *more: str) -> Result:
+    return run_words(*arguments(model, data, out, *ON_CPU, *more))
 
 
 def run_corpus(model: Path, data: Path, out: Path, *more: str) -> Result:
-    return CliRunner().invoke(app, [*named(model, data, out), "--responses", "corpus", *more])
-
-
-def test_engine_rows_do_not_depend_on_the_batch(model: Path, tmp_path: Path) -> None:
-    data = write_jsonl(tmp_path / "p.jsonl", make_prompts(6, most_turns=2))
-    outs = [tmp_path / f"{batch}.jsonl" for batch in ("1", "4")]
-    for out in outs:
-        result = run(model, data, out, "--batch", out.stem, "--temperature", "0.7", "--seed", "3")
-        assert result.exit_code == 0, result.output
-        assert "6 prompts answered" in result.stdout
-    assert read_rows(outs[0]) == read_rows(outs[1])
+    return run_words(*arguments(model, data, out, "--responses", "corpus", *more))
 
 
 def test_killed_run_resumes(model: Path, tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "p.jsonl", make_prompts(60, most_turns=1))
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     assert run(model, data, whole, "--batch", "16").exit_code == 0
-    command = [sys.executable, "-m", "jetspec.commands.app", *arguments(model, data, out, "--batch", "2")]
+    command = [
+        sys.executable,
+        "-m",
+        "jetspec.commands.app",
+        *arguments(model, data, out, "--max-tokens", "16", "--device", "cpu", "--batch", "2"),
+    ]
     for num_rows in (3, 20):
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None and not (out.exists() and out.read_bytes().count(b"\n") >= num_rows):

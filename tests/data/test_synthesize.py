@@ -17,9 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from jetspec.commands.app import app
 from jetspec.data.config import BUILTIN_FILE, SynthesizeConfig, builtin_prefixes, read_prefixes
 from jetspec.data.prompts import Prompt, PromptData
 from jetspec.data.rows import Row
@@ -39,6 +38,7 @@ from jetspec.data.workers import Answer, Results
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.settings import read_settings
 from jetspec.types import Completion, RoundStats, SamplingParams
+from tests.commands.cli import run as run_words
 from tests.data.test_regenerate import FakeAnswerer
 from tests.train.tiny_model import END_TOKEN, TEMPLATE, byte_tokenizer, write_model
 
@@ -140,8 +140,7 @@ def test_unusable_attempts_are_dropped(text: str, finish: str, prefix: str, expe
 
 def test_incomplete_character_is_dropped() -> None:
     row = written_row("one two é")
-    cut = replace(row, token_ids=[*row.token_ids[:-1], END_TOKEN])
-    assert read_attempt(TURN, cut, "", set())[1] == "garbled"
+    assert read_attempt(TURN, replace(row, token_ids=[*row.token_ids[:-1], END_TOKEN]), "", set())[1] == "garbled"
 
 
 # -- prefixes
@@ -202,61 +201,15 @@ def test_file_does_not_depend_on_batch_and_processes(
         assert (folder / "part.jsonl").read_bytes() == whole
 
 
-def test_prompts_are_unique(tmp_path: Path, no_record: None) -> None:
-    tally = write(tmp_path / "p.jsonl", 150)
-    texts = [" ".join(json.loads(line)["turns"][0].split()) for line in (tmp_path / "p.jsonl").open()]
+def test_prompts_are_unique_and_drops_are_counted(tmp_path: Path) -> None:
+    out = tmp_path / "p.jsonl"
+    tally = write(out, 150)
+    texts = [" ".join(json.loads(line)["turns"][0].split()) for line in out.open()]
     assert len(set(texts)) == len(texts) == 150
     assert tally.dropped.keys() == {"unfinished", "empty", "short", "repeated"}
     assert f"{tally.dropped.total()} dropped ({tally.reasons})" in tally.summary(tmp_path)
-
-
-def test_truncated_file_is_completed_to_the_same_content(tmp_path: Path, no_record: None) -> None:
-    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
-    write(whole, 4)
-    content = whole.read_bytes()
-    for size in range(len(content) + 1):
-        out.write_bytes(content[:size])
-        tally = write(out, 4)
-        assert tally.already == content[:size].count(b"\n") and tally.already + tally.kept == 4
-        assert out.read_bytes() == content
-
-
-def test_settings_are_not_mixed(tmp_path: Path) -> None:
-    write(tmp_path / "a.jsonl", 10)
-    write(tmp_path / "b.jsonl", 10, config=replace(CONFIG, seed=1))
-    assert (tmp_path / "a.jsonl").read_bytes() != (tmp_path / "b.jsonl").read_bytes()
-    with pytest.raises(ValueError, match="seed"):
-        write(tmp_path / "a.jsonl", 12, config=replace(CONFIG, seed=1))
-
-
-def test_the_record_adds_up(tmp_path: Path) -> None:
-    out = tmp_path / "p.jsonl"
-    tallies = [write(out, count) for count in (5, 8, 8)]
     record = json.loads((tmp_path / "p.jsonl.meta.json").read_text())
-    assert [(run["kept"], run["already"]) for run in record["runs"]] == [(5, 0), (3, 5)]
-    assert [run["dropped"] for run in record["runs"]] == [dict(tally.dropped) for tally in tallies[:2]]
-    assert record["settings"]["openings"] == [*CONFIG.prefix]
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "my notes",
-        "my notes\n",
-        '{"turns": ["a"]}\n',
-        '{"id": "p1", "turns": ["a b"]}\n',
-        '{"id": "invented-s0-000001", "turns": []}\n',
-        '{"id": "invented-s0-000001", "turns": [3]}\n',
-        '{"id": 3, "turns": ["a b"]}\n',
-        "[]\n",
-    ],
-)
-def test_foreign_file_is_not_touched(content: str, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text(content)
-    with pytest.raises(ValueError, match=r"out\.jsonl:1: .*another --out"):
-        PromptFile(out, {})
-    assert out.read_text() == content
+    assert record["runs"][0]["dropped"] == dict(tally.dropped) and record["settings"]["openings"] == [*CONFIG.prefix]
 
 
 def test_run_without_new_prompts_ends(tmp_path: Path, no_record: None) -> None:
@@ -285,13 +238,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def arguments(model: Path, out: Path, *more: str) -> list[str]:
+def run(model: Path, out: Path, *more: str) -> Result:
     named = ["--model", str(model), "--out", str(out), "--max-tokens", "60", "--device", "cpu"]
-    return ["data", "synthesize", *named, *more]
-
-
-def run(*args: Any) -> Result:
-    return CliRunner().invoke(app, arguments(*args))
+    return run_words("data", "synthesize", *named, *more)
 
 
 def test_engine_prompts_do_not_depend_on_the_batch(model: Path, tmp_path: Path) -> None:
@@ -340,5 +289,5 @@ def test_model_without_chat_template_is_refused(model: Path, tmp_path: Path) -> 
 def test_published_model_writes_questions(tmp_path: Path) -> None:
     out = tmp_path / "p.jsonl"
     options = ["--count", "2", "--prefix", "What is the", "--max-tokens", "60", "--device", "cpu"]
-    assert CliRunner().invoke(app, ["data", "synthesize", "--out", str(out), *options]).exit_code == 0
+    assert run_words("data", "synthesize", "--out", str(out), *options).exit_code == 0
     assert all(json.loads(line)["turns"][0].startswith("What is the ") for line in out.open())
