@@ -77,17 +77,11 @@ def take_model(words: Sequence[str]) -> tuple[str, list[str]]:
         elif may_be_value:
             may_be_value = False
         else:
-            _check_loadable(word)
+            if (word == DEFAULT_MODEL or word.endswith(".gguf")) and not Path(word).is_dir():
+                export = f"jetspec export {word} --out {Path(word).stem}"
+                raise ValueError(f"vLLM cannot load {word}: run `{export}`, then give the folder as MODEL")
             return word, [*words[:i], *words[i + 1 :]]
     raise ValueError("no MODEL was found; write it first: `jetspec vllm serve MODEL --head HEAD ...`")
-
-
-def _check_loadable(model: str) -> None:
-    if (model == DEFAULT_MODEL or model.endswith(".gguf")) and not Path(model).is_dir():
-        folder = Path(model).stem
-        raise ValueError(
-            f"vLLM cannot load {model}: run `jetspec export {model} --out {folder}`, then give the folder as MODEL"
-        )
 
 
 def take_value(words: Sequence[str], name: str) -> tuple[str | None, list[str]]:

@@ -110,16 +110,6 @@ def logprob_counts(sampler: Any, batch: Any) -> tuple[int, int] | None:
     return (max(best, 0), named) if best >= 0 or named else None
 
 
-def is_processed(sampler: Any) -> bool:
-    """True if log-probabilities are taken after temperature and filters."""
-    return str(sampler.logprobs_mode).startswith("processed_")
-
-
-def is_raw_logits(sampler: Any) -> bool:
-    """True if logits are reported instead of log-probabilities."""
-    return str(sampler.logprobs_mode).endswith("_logits")
-
-
 def page_layouts() -> tuple[Any, ...] | None:
     """KV cache layout ordered by position, then head, where vLLM has an enum for it. None: it uses strides."""
     try:

@@ -17,7 +17,7 @@ from jetspec import ops
 from jetspec.ops import SlotRows
 from jetspec.tree import Acceptance, DraftTree, walk
 from jetspec_vllm.attention import StepTrees
-from jetspec_vllm.compat import draw_tokens, is_processed, is_raw_logits, logprob_counts
+from jetspec_vllm.compat import draw_tokens, logprob_counts
 from jetspec_vllm.drafter import Committed, TreeDrafter
 
 StockRunner: Any = GPUModelRunner
@@ -193,7 +193,8 @@ class TreeRunner(StockRunner):
                 logits_RV, batch, grammar_output.structured_output_request_ids, grammar_output.grammar_bitmask
             )
         drawn_R, processed_RV = draw_tokens(self.sampler, logits_RV, batch, want_logprobs)
-        return processed_RV if is_processed(self.sampler) else logits_RV, drawn_R
+        # Log-probabilities may be those after temperature and filters.
+        return processed_RV if str(self.sampler.logprobs_mode).startswith("processed_") else logits_RV, drawn_R
 
     def logprobs(
         self,
@@ -215,7 +216,7 @@ class TreeRunner(StockRunner):
             self.sampler.logprob_token_ids_state,
             input_batch.expanded_idx_mapping,
             counts[1],
-            logits_mode=is_raw_logits(self.sampler),
+            logits_mode=str(self.sampler.logprobs_mode).endswith("_logits"),
         )
 
     def compact(self, source_BD1: Tensor, target_BD1: Tensor) -> None:
