@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from benchmarks.baselines import token_times
 from benchmarks.lossless import FreshPass, Judge, PairNoise, Texts, cached, find_differences, pair_noise, readings
 from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers, with_options
-from benchmarks.soak import Soak, plain_texts
+from benchmarks.soak import KINDS, Soak
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
 from jetspec.engine.drafter import Drafter, RoundState
 from jetspec.engine.engine import Engine
@@ -119,9 +119,16 @@ class Decoded:
         return self.tokens / sum(c.stats.decode_s for c in self.completions.values())
 
 
-def decode(engine: Engine, prompts: Texts, tokens: int, batch: int, label: str | None = None) -> Decoded:
-    """Greedy completions of prompts, `batch` at a time; a label shows progress."""
-    sampling, waiting = SamplingParams(max_tokens=tokens), deque(prompts.items())
+def decode(
+    engine: Engine,
+    prompts: Texts,
+    tokens: int,
+    batch: int,
+    label: str | None = None,
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008
+) -> Decoded:
+    """Completions of prompts, greedy ones by default, `batch` at a time; a label shows progress."""
+    sampling, waiting = replace(sampling, max_tokens=tokens), deque(prompts.items())
     name_of: dict[int, str] = {}
     done: dict[str, Completion] = {}
     began = time.perf_counter()
@@ -356,12 +363,13 @@ def transformers_rates(model: PreTrainedModel, prompts: Texts, tokens: int) -> l
 def check_soak(models: Models, prompts: Texts, batch: int, budget: int, tokens: int, rounds: int) -> dict[str, Any]:
     """Random arrivals, cancels and preemptions: see `Soak`. Half the pages of a full batch force preemptions."""
     fresh = FreshPass(models.target, models.head, longest(prompts) + tokens)
-    plain = plain_texts(models.engine(1, engine_config(prompts, tokens, batch)), prompts, tokens)
+    alone = models.engine(1, engine_config(prompts, tokens, batch))
+    plain = {kind: decode(alone, prompts, tokens, batch, None, params).texts for kind, params in KINDS.items()}
     config = EngineConfig(max_batch=batch, max_len=longest(prompts) + tokens, page_size=SOAK_PAGE)
     block = models.head.head_config.block_size
     mean = sum(map(len, prompts.values())) // len(prompts)
-    alone = longest(prompts) + tokens + max(budget, block) + 2 * block
-    pages = -(-max(alone, batch * (mean + tokens) // 2) // SOAK_PAGE)
+    least = longest(prompts) + tokens + max(budget, block) + 2 * block
+    pages = -(-max(least, batch * (mean + tokens) // 2) // SOAK_PAGE)
     engine = models.engine(budget, replace(config, num_pages=pages))
     return Soak(engine, prompts, plain, fresh, tokens, STRICT_TIE).run(rounds, SOAK_CHECKS)
 

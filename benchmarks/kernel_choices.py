@@ -10,9 +10,8 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,11 +85,9 @@ def measure(case: Case, target: Decoder) -> dict[str, Any]:
     return {**asdict(case), "round_ms": base, "noise": repeated / base - 1, "without": without}
 
 
-def missing_cases(results: Sequence[dict[str, Any]]) -> Iterator[tuple[str, list[Case]]]:
+def missing_cases(results: Sequence[dict[str, Any]]) -> list[Case]:
     done = {tuple(result[name] for name in ("shape", "batch", "nodes", "context")) for result in results}
-    left = [case for case in CASES if (case.shape, case.batch, case.nodes, case.context) not in done]
-    for shape, cases in groupby(left, lambda case: case.shape):
-        yield shape, list(cases)
+    return [case for case in CASES if (case.shape, case.batch, case.nodes, case.context) not in done]
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:
@@ -123,17 +120,16 @@ def main(
     Stop it at any time: the same command resumes with the workloads that the record lacks.
     """
     began, results, device = time.monotonic(), read_results(out), torch.device("cuda")
-    for shape, cases in missing_cases(results):
+    shape, target = "", None
+    for case in missing_cases(results):
         if time.monotonic() - began > seconds:
             break
-        target = open_target(shape, "random", torch.bfloat16, device)
-        for case in cases:
-            if time.monotonic() - began > seconds:
-                break
-            results.append(measure(case, target))
-            write_record(out, {"cases": results})
+        if target is None or case.shape != shape:
+            target = None  # frees its memory before the next one is loaded
             torch.cuda.empty_cache()
-            print(f"{time.monotonic() - began:5.0f} s  {case}: {results[-1]['round_ms']:.3f} ms", flush=True)
-        del target
+            shape, target = case.shape, open_target(case.shape, "random", torch.bfloat16, device)
+        results.append(measure(case, target))
+        write_record(out, {"cases": results})
         torch.cuda.empty_cache()
+        print(f"{time.monotonic() - began:5.0f} s  {case}: {results[-1]['round_ms']:.3f} ms", flush=True)
     print(summary(results))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -122,37 +122,30 @@ def cached_rows(cache: KVCache, request: Request) -> list[Tensor]:
     return [part[pages].flatten(0, 1)[: request.num_cached] for layer in layers for part in (layer.k, layer.v)]
 
 
-@dataclass(frozen=True)
-class Difference:
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """Distance of two tokens after a text. None throughout: one text ends there, which no tie explains."""
+
+    gap: float | None = None
+    """Distance of the worse of the two tokens from the best logit of a fresh pass over the common text."""
+    least: float | None = None
+    """Least gap of several readings, where the first is wider than a tie."""
+    moved: float | None = None
+    """Distance from the least to the widest of these readings."""
+    tie: bool = False
+    """Rounding alone may have decided between the two tokens: it changes logits by up to the limit of a tie, or by the
+    distance measured here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Gap):
     """Place where a text leaves the plain one."""
 
     prompt: str
     place: int
     """Common tokens before."""
-    plain: int | None
-    other: int | None
-    gap: float | None
-    """Distance of the worse of the two tokens from the best logit of a fresh pass over the common text. None: one text
-    ends earlier, which no tie explains."""
-    least: float | None = None
-    """Least gap of several readings, where the first is wider than a tie."""
-    moved: float | None = None
-    """Spread of these readings."""
-    tie: bool = False
-    """Rounding alone may have decided between the two tokens."""
-
-
-class Gap(NamedTuple):
-    """Distance of two tokens after a text: by one reading, and where that is no tie, by others."""
-
-    first: float
-    least: float
-    moved: float
-    """Distance from the least to the widest of the others."""
-
-    def is_tie(self, limit: float) -> bool:
-        """Rounding may have decided: it changes logits by up to `limit`, or by the distance measured here."""
-        return self.least <= max(limit, self.moved)
+    plain: int | None = None
+    other: int | None = None
 
 
 def cached(judge: Judge) -> Judge:
@@ -210,11 +203,9 @@ def find_differences(
         if (divergence := find_divergence(plain[name], text)) is None:
             continue
         place, pair = divergence
-        if pair is None:
-            found.append(Difference(name, place, None, None, None))
-        else:
-            gap = gap_by_all(*pair, [*prompts[name], *text[:place]], judges, limit)
-            found.append(Difference(name, place, *pair, *gap, gap.is_tie(limit)))
+        gap = gap_by_all(*pair, [*prompts[name], *text[:place]], judges, limit) if pair else Gap()
+        plain_token, token = pair or (None, None)
+        found.append(Difference(prompt=name, place=place, plain=plain_token, other=token, **vars(gap)))
     return found
 
 
@@ -238,7 +229,8 @@ def gap_by_all(a: int, b: int, tokens: Sequence[int], judges: Sequence[Judge], l
     gap = gap_by(judges[0])
     again = list(map(gap_by, judges[1:])) if gap > limit else []
     known = [other for other in again if other < math.inf]  # without what a draw leaves out
-    return Gap(gap, min(again, default=gap), max(known) - min(known) if known else 0.0)
+    least, moved = min(again, default=gap), max(known) - min(known) if known else 0.0
+    return Gap(gap=gap, least=least, moved=moved, tie=least <= max(limit, moved))
 
 
 @dataclass(frozen=True)
@@ -293,22 +285,14 @@ NOISE_TEXTS, NOISE_TOKENS = 8, 64
 """Answers that rounding is measured on, and the most tokens of each."""
 
 
-@dataclass(frozen=True)
-class Divergence:
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Gap):
     """Place where an answer leaves the plain one."""
 
     id: str
     turn: int
     position: int
     """Common tokens of the turn before."""
-    gap: float | None = None
-    """Distance of the two tokens in the target's logits. None: one text ends earlier."""
-    least: float | None = None
-    """Least gap of several readings, where the first is wider than a tie."""
-    moved: float | None = None
-    """Spread of these readings."""
-    tie: bool = False
-    """Rounding alone may have decided between the tokens."""
     why: str | None = None
     """Another reason. Such an answer is listed, and counts neither as compared nor as a mistake."""
 
@@ -396,7 +380,7 @@ class LosslessCheck:
         talk = Conversation(prompt, self.bench.llm.tokenizer, **self.bench.variables)
         for turn, (expected, given) in enumerate(zip(plain["turn_tokens"], mine["turn_tokens"], strict=True)):
             if turn in mine.get("other_prompts", ()):
-                return Divergence(prompt.id, turn, 0, why=OTHER_PROMPT)
+                return Divergence(id=prompt.id, turn=turn, position=0, why=OTHER_PROMPT)
             asked = talk.with_next_turn() if turn else talk.token_ids
             talk.token_ids = asked
             talk.answer(expected, plain["finish"][turn])
@@ -405,11 +389,9 @@ class LosslessCheck:
             if (divergence := find_divergence(expected, given)) is None:
                 continue
             place, pair = divergence
-            if pair is None:
-                return Divergence(prompt.id, turn, place)
             sampling = self.bench.config.sampling(temperature, repeat, prompt.id, turn)
-            gap = self.gap(*pair, (*asked, *given[:place]), sampling)
-            return Divergence(prompt.id, turn, place, *gap, tie=gap.is_tie(self.noise.tie_at(temperature)))
+            gap = self.gap(*pair, (*asked, *given[:place]), sampling) if pair else Gap()
+            return Divergence(id=prompt.id, turn=turn, position=place, **vars(gap))
         return None
 
     def gap(self, a: int, b: int, tokens: tuple[int, ...], sampling: SamplingParams) -> Gap:

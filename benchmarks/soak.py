@@ -48,20 +48,9 @@ PlainTexts = Mapping[str, Mapping[str, Sequence[int]]]
 """Tokens by kind of sampling, then by name of the prompt."""
 
 
-def plain_texts(engine: Engine, prompts: Texts, tokens: int) -> PlainTexts:
-    return {kind: _complete(engine, prompts, replace(params, max_tokens=tokens)) for kind, params in KINDS.items()}
-
-
-def _complete(engine: Engine, prompts: Texts, sampling: SamplingParams) -> dict[str, list[int]]:
-    name_of = {engine.add(prompt, sampling, quiet=True): name for name, prompt in prompts.items()}
-    return {name_of[request_id]: completion.token_ids for request_id, completion in _run(engine).items()}
-
-
-def _run(engine: Engine) -> dict[int, Completion]:
-    done = {}
+def run_out(engine: Engine) -> None:
     while engine.has_work:
-        done.update({update.request_id: update.completion for update in engine.step() if update.completion})
-    return done
+        engine.step()
 
 
 class Soak:
@@ -114,11 +103,12 @@ class Soak:
             for i, length in enumerate(lengths):
                 salt = f"{i} of {lengths}"  # prompts share no pages
                 self.engine.add([0] * (length + 1), SamplingParams(max_tokens=1), quiet=True, cache_salt=salt)
-            _run(self.engine)
+            run_out(self.engine)
         prompt = next(iter(self.prompts.values()))
         # A graph keeps something of the first batch of its kind: the last one, which the engine keeps, is no first.
         for kind in kinds:
-            _complete(self.engine, {"0": prompt[:1]}, kind)
+            self.engine.add(prompt[:1], kind, quiet=True)
+            run_out(self.engine)
         self.fresh.rows(prompt)
 
     def _arrivals_and_cancels(self) -> None:

@@ -26,7 +26,6 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from benchmarks.lossless import find_divergence
 from benchmarks.options import RecordFile, examples, numbers, with_options
 from benchmarks.tasks import BUILTIN_FILE
 from jetspec.data.prompts import read_questions
@@ -278,12 +277,10 @@ def run_method(method: str, options: Options) -> dict[str, Any]:
     out.unlink(missing_ok=True)
     command = [sys.executable, "-m", "benchmarks", "vllm", *words_of(options), "--out", str(out), "--one", method]
     with log.open("w") as file:
-        process = subprocess.Popen(command, env=os.environ | SETTINGS, stdout=file, stderr=subprocess.STDOUT)
+        env, stderr = os.environ | SETTINGS, subprocess.STDOUT
         try:
-            process.wait(options.limit)
+            subprocess.run(command, env=env, stdout=file, stderr=stderr, timeout=options.limit)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
             file.write(f"\nit took longer than {options.limit} s")
     if not out.exists():
         text = log.read_text(errors="replace").strip()
@@ -323,10 +320,10 @@ def judged(results: list[dict[str, Any]], options: Options) -> None:
     for result in results:
         result["differences"] = []
         for i, (text, expected) in enumerate(zip(result.get("texts", []), plain, strict=False)):
-            place, pair = find_divergence(expected, text) or (0, None)
-            if pair is not None:
-                asked.append((prompts[i % len(prompts)] + expected[:place], pair))
-                result["differences"].append({"text": i, "token": place})
+            at = next((at for at, pair in enumerate(zip(text, expected, strict=False)) if pair[0] != pair[1]), None)
+            if at is not None:
+                asked.append((prompts[i % len(prompts)] + expected[:at], (expected[at], text[at])))
+                result["differences"].append({"text": i, "token": at})
     if not asked:
         return
     write_whole(options.root / QUESTIONS, json.dumps(asked))

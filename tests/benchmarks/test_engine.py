@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import engine as check
 from benchmarks import soak
-from benchmarks.lossless import READINGS, FreshPass, Texts, cached, find_differences, readings
+from benchmarks.lossless import READINGS, FreshPass, Texts, find_differences, readings
 from jetspec.config import EngineConfig
 from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache
@@ -49,19 +49,8 @@ def broken_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "compact", advance_only)
 
 
-def test_speed() -> None:
-    sets: dict[str, Texts] = {"a": check.first(PROMPTS, 3), "b": {"last": PROMPTS["p7"]}}
-    results = check.check_speed(MODELS, sets, [4, 16], TOKENS)
-    assert results["correct"]
-    assert [(run["set"], run["budget"]) for run in results["runs"]] == [(s, b) for b in (1, 4, 16) for s in "ab"]
-    for run in results["runs"]:
-        assert run["tokens_per_s"] > 0 and run["different"] == 0
-        assert run["tokens_per_round"] == 1 if run["budget"] == 1 else run["tokens_per_round"] >= 1
-    assert results["noise"]["trees"] < 1e-4 > results["noise"]["steps"]
-
-
-def test_speed_captures_everything_before_it_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or it would decode all prompts again."""
+def test_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All is captured before it is timed, or it would decode all prompts again."""
     replay_all(monkeypatch)
     timed, decode = Counter[str](), check.decode
 
@@ -70,11 +59,25 @@ def test_speed_captures_everything_before_it_times(monkeypatch: pytest.MonkeyPat
         return decode(*args)
 
     sets: dict[str, Texts] = {"short": check.first(PROMPTS, 3), "long": {"x": [5] * 90, "y": [6] * 150}}
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
     with monkeypatch.context() as patch:
         patch.setattr(check, "decode", noted)
-        check.check_speed(MODELS, sets, [4, 16], TOKENS)
-    labels = {f"{name}, budget {budget}" for name in sets for budget in (1, 4, 16)}
+        began = time.perf_counter()
+        results = check.check_speed(MODELS, sets, [4, 16], TOKENS, LlamaForCausalLM(config).eval(), 2)
+    cells = list(product((1, 4, 16), sets))
+    labels = {f"{name}, budget {budget}" for budget, name in cells}
     assert {label: timed[label] for label in labels} == dict.fromkeys(labels, 1)
+    assert results["correct"] and results["transformers_prompts"] == 2
+    assert [(run["budget"], run["set"]) for run in results["runs"]] == cells
+    for run in results["runs"]:
+        assert run["tokens_per_s"] > 0 and run["different"] == 0
+        assert run["tokens_per_round"] == 1 if run["budget"] == 1 else run["tokens_per_round"] >= 1
+        least, most = run["transformers_range"]
+        assert (TOKENS - 1) / (time.perf_counter() - began) < least <= run["transformers_tokens_per_s"] <= most
+        assert run["speedup_over_transformers"] * run["transformers_tokens_per_s"] == pytest.approx(run["tokens_per_s"])
+    assert results["noise"]["trees"] < 1e-4 > results["noise"]["steps"]
 
 
 def test_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,20 +213,6 @@ def test_a_difference_is_judged_by_a_fresh_pass_over_the_common_prefix() -> None
     assert find_differences(prompts, plain, plain, [fresh.logits], 1e9) == []
 
 
-def test_a_common_prefix_is_read_once() -> None:
-    fresh, read = FreshPass(TARGET, None, 64), list[list[int]]()
-
-    def reader(tokens: Sequence[int]) -> torch.Tensor:
-        read.append(list(tokens))
-        return fresh.logits(tokens)
-
-    once = cached(reader)
-    for other in ([3, 4, 7], [3, 4, 8, 9], [3, 5]):
-        args = {"x": [1, 2]}, {"x": [3, 4, 6]}, {"x": other}
-        assert find_differences(*args, [once], 0.0) == find_differences(*args, [fresh.logits], 0.0)
-    assert read == [[1, 2, 3, 4], [1, 2, 3]]
-
-
 # -- the command
 
 
@@ -336,16 +325,7 @@ def test_later_turns_follow_what_plain_decoding_answered() -> None:
     prompts = check.every_turn(MODELS, Words(), turns, TOKENS)  # type: ignore[arg-type]
     assert list(prompts) == ["a, turn 1", "b, turn 1", "c, turn 1", "a, turn 2", "a, turn 3"]
     config = check.engine_config(prompts, TOKENS, 1)
-    for earlier, later, said in (("a, turn 1", "a, turn 2", "two"), ("a, turn 2", "a, turn 3", "three")):
-        answer = check.decode(MODELS.engine(1, config), {"": prompts[earlier]}, TOKENS, 1).texts[""]
-        assert prompts[later] == [*prompts[earlier], *answer, 0, *(ord(c) % VOCAB for c in said), 0]
-
-
-def test_transformers_is_timed_between_its_first_token_and_its_last() -> None:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    model = LlamaForCausalLM(config).eval()
-    began = time.perf_counter()
-    rates = check.transformers_rates(model, check.first(PROMPTS, 2), 6)
-    assert len(rates) == 2 and min(rates) > 5 / (time.perf_counter() - began)
+    for turn, said in enumerate(turns["a"][1:], 1):
+        earlier = prompts[f"a, turn {turn}"]
+        answer = check.decode(MODELS.engine(1, config), {"": earlier}, TOKENS, 1).texts[""]
+        assert prompts[f"a, turn {turn + 1}"] == [*earlier, *answer, 0, *(ord(c) % VOCAB for c in said), 0]

@@ -62,17 +62,6 @@ def test_every_method_writes_what_plain_decoding_writes(folder: Path, llm: LLM) 
         assert (cell["budget"] is None) == ("transformers" in cell["method"])
 
 
-def test_all_methods_read_the_same_tokens(folder: Path, llm: LLM) -> None:
-    bench = make_bench(folder, "prompts", llm, methods=[f"jetspec={folder / 'causal'}", "transformers"], tasks=["talk"])
-    read: dict[str, set[str]] = {}
-    for row in bench.run().values():
-        assert all(len(digests) == 2 for digests in row["prompts"])
-        read.setdefault(row["cell"]["method"], set()).add(
-            json.dumps([row["ids"], row["prompts"], row["prompt_tokens"]])
-        )
-    assert len(read) == 3 and read["plain"] == read["jetspec"] == read["transformers"]
-
-
 def test_a_killed_run_resumes_and_gives_the_same_table(folder: Path, llm: LLM) -> None:
     options: dict[str, Any] = {"tasks": ["sums", "talk"], "temperatures": [1]}
     flags = ["--tasks", "sums,talk", "-r", "2", "-t", "1", "-n", "8", "--budgets", "6", "--methods", "ngram"]
@@ -148,6 +137,30 @@ def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes
         make_bench(folder, "settings", llm, **changes).run()
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "other"),
+    [
+        ('"draft_temperature"', '"heat"', None),  # as older versions spelled it
+        ('"shortlist_parents"', '"likely"', None),
+        ('"torch": "', '"torch": "0.', "versions"),
+        ('"width": ', '"width": 1', "tree of ngram 6"),
+    ],
+)
+def test_rows_of_other_packages_or_trees_are_not_mixed_in(
+    folder: Path, llm: LLM, old: str, new: str, other: str | None, tmp_path: Path
+) -> None:
+    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
+    rows, path = bench.run(), tmp_path / "run" / RUN_FILE
+    text = path.read_text().replace(old, new)
+    assert text != path.read_text()
+    path.write_text(text)
+    if other is None:
+        assert bench.run() == rows
+        return
+    with pytest.raises(ValueError, match=f"another {other}; choose another --out"):
+        bench.run()
+
+
 def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(folder: Path, llm: LLM) -> None:
     trained = shutil.copytree(folder / "edge", folder / "trained" / "head")
     (trained / "README.md").write_text(
@@ -161,28 +174,6 @@ def test_a_record_tells_which_weights_were_measured_and_how_heads_were_trained(f
     assert record["heads"] == {"jetspec-edge": {**edge, "command": "train me", "commit": "abc"}, "jetspec": causal}
     names = {method["name"]: method["head"] for method in record["recipe"]["methods"] if "head" in method}
     assert names == {"jetspec-edge": "trained/head", "jetspec": f"{folder.name}/causal"}
-
-
-def test_a_run_of_older_setting_names_resumes(folder: Path, llm: LLM, tmp_path: Path) -> None:
-    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
-    rows = bench.run()
-    path = tmp_path / "run" / RUN_FILE
-    text = path.read_text().replace('"draft_temperature"', '"heat"').replace('"shortlist_parents"', '"likely"')
-    assert "heat" in text
-    path.write_text(text)
-    assert bench.run() == rows
-
-
-@pytest.mark.parametrize("what", ["versions", "tree of ngram 6"])
-def test_rows_of_other_packages_or_trees_are_not_mixed_in(folder: Path, llm: LLM, what: str, tmp_path: Path) -> None:
-    bench = make_bench(folder, str(tmp_path / "run"), llm, limit=1, repeats=1)
-    bench.run()
-    path = tmp_path / "run" / RUN_FILE
-    record = json.loads(path.read_text())
-    record["settings"][what] = {**record["settings"][what], "torch": "0.1", "width": 1}
-    path.write_text(json.dumps(record))
-    with pytest.raises(ValueError, match=f"another {what}; choose another --out"):
-        bench.run()
 
 
 def test_a_fresh_run_that_cannot_be_measured_deletes_nothing(folder: Path, llm: LLM) -> None:
@@ -203,8 +194,7 @@ def test_a_question_that_fails_is_reported_and_the_others_are_answered(folder: P
         assert cell["questions"] == 3 and cell["speedup"] is not None
         assert {error["id"] for error in cell["errors"]} == {"long-1"}
         assert all("the context holds" in error["error"] for error in cell["errors"])
-        if cell["lossless"]:
-            assert cell["lossless"]["compared"] == 2
+        assert cell["lossless"] is None or cell["lossless"]["compared"] == 2
 
 
 def test_a_method_without_memory_is_reported_and_can_be_repeated(

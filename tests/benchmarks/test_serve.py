@@ -67,9 +67,11 @@ def test_both_servers_at_every_rate(model: Path, tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("threads")
-def test_a_server_that_dies_is_reported(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_dies_or_does_not_start_is_reported(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Earlier measurements are kept, and later requests fail at once."""
-    monkeypatch.setattr(serve, "SERVERS", {"speculative": ()})
+    monkeypatch.setattr(serve, "SERVERS", {"speculative": (), "broken": ("--no-such-option",)})
     monkeypatch.setattr(serve, "BURST_S", 0.1)
     send = Rates.send
 
@@ -81,19 +83,11 @@ def test_a_server_that_dies_is_reported(model: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Rates, "send", deadly)
     record, done = measure(model, tmp_path)
     rates = record["servers"]["speculative"]["rates"]
-    assert done.exit_code == 1 and tuple(rates) == RATES
+    assert done.exit_code == 1 and tuple(rates) == RATES and record["servers"]["broken"] == {}
     assert rates["4"]["failed"] == 0 < rates["8"]["failed"]
-    assert "died with status -9" in record["problems"][-1]
+    *_, died, unstarted = record["problems"]
+    assert "died with status -9" in died and unstarted.startswith("broken: ") and "--no-such-option" in unstarted
     draw_rates(record, tmp_path / "rates.svg")
-
-
-@pytest.mark.usefixtures("threads")
-def test_a_server_that_does_not_start_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "SERVERS", {"plain": ("--drafter", "none")})
-    record, done = measure(tmp_path / "nowhere", tmp_path)
-    assert done.exit_code == 1 and record["servers"]["plain"] == {}
-    (problem,) = record["problems"]
-    assert problem.startswith("plain: ") and "jetspec: error" in problem
 
 
 def test_a_server_that_does_not_answer_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

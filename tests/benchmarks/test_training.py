@@ -53,12 +53,18 @@ def setup(tmp_path: Path) -> list[str]:
     return [*common, "--corpus", str(tmp_path / "corpus.jsonl"), "--out", str(tmp_path / "records")]
 
 
-def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_variant_is_trained_once_and_scored_alike(
+    setup: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that an earlier run did not keep is trained again."""
     out = Path(setup[-1])
-    words = ["ablate", *setup, "--only", "causal,edge-32,corpus"]
-    assert invoke(*words).exit_code == 0
+    words = ["ablate", *setup, "--only", "causal,edge-32,corpus", "--keep-heads", tmp_path / "heads"]
+    assert invoke("ablate", *setup, "--only", "causal").exit_code == invoke(*words).exit_code == 0
     records = {path.stem: json.loads(path.read_text()) for path in out.iterdir()}
-    assert set(records) == {"causal", "edge-32", "corpus"}
+    heads = {path.name: load_head(path) for path in (tmp_path / "heads").iterdir()}
+    assert set(records) == set(heads) == {"causal", "edge-32", "corpus"}
+    assert all(head.fc.weight.dtype == torch.bfloat16 for head in heads.values())
+    assert heads["causal"].edge is None and heads["edge-32"].edge is not None
     for record in records.values():
         assert set(record["tokens_per_round"]) == set(training.TASKS)
         assert all(1 <= record["mean"][budget] <= 4 for budget in training.BUDGETS)
@@ -70,16 +76,6 @@ def test_every_variant_is_trained_once_and_scored_alike(setup: list[str], monkey
     monkeypatch.setattr(training, "LLM", None)  # nothing is loaded when nothing is to do
     assert invoke(*words).exit_code == 0
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-
-
-def test_heads_are_kept_on_request(setup: list[str], tmp_path: Path) -> None:
-    """Also when the record exists from a run that kept none."""
-    assert invoke("ablate", *setup, "--only", "causal").exit_code == 0
-    assert invoke("ablate", *setup, "--only", "causal,edge-32", "--keep-heads", tmp_path / "heads").exit_code == 0
-    heads = {path.name: load_head(path) for path in (tmp_path / "heads").iterdir()}
-    assert set(heads) == {"causal", "edge-32"}
-    assert all(head.fc.weight.dtype == torch.bfloat16 for head in heads.values())
-    assert heads["causal"].edge is None and heads["edge-32"].edge is not None
 
 
 def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> None:

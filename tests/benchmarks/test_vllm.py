@@ -19,9 +19,7 @@ from jetspec.profile.shapes import SHAPES
 
 
 def make_options(work: Path, **changes: Any) -> Options:
-    usual: dict[str, Any] = {"shape": None, "batches": "2", "tokens": 64, "repeats": 3, "width": 8}
-    usual |= {"dtype": "bfloat16", "eager": False, "compile": False, "limit": 1.0}
-    return Options(work, **{**usual, **changes})
+    return Options(work, **{"batches": "2", "tokens": 64, "repeats": 3, "limit": 1.0, **changes})
 
 
 def with_prompts(options: Options, prompts: list[list[int]]) -> Options:
