@@ -96,7 +96,7 @@ def _read(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-class TransformersMethod:
+class TransformersMethod(Method):
     """`generate` of transformers over the same weights: plain, with an assistant model, or with prompt lookup.
 
     Its prefill is its first pass, which also gives the first token, and with drafts more than one: see `split_time`.
@@ -105,15 +105,13 @@ class TransformersMethod:
     def __init__(self, target: Target, max_len: int, assistant: str | None, lookup: int | None) -> None:
         embedding = target.decoder.embedding
         self.target, self.max_len, self.device = target, max_len, embedding.device
+        self._padding = min(target.eos_tokens, default=0)
         paths = [target.path, *([resolve(assistant)] if assistant else [])]
         models = [
             copy.deepcopy(_read(path, embedding.dtype)).to(self.device) for path in paths
         ]  # hooks and settings stay
         self.lookup, self.model, self.assistant = lookup, models[0], models[1] if assistant else None
         self.model.register_forward_hook(self._after_pass)
-
-    def warm_up(self, asks: Sequence[Ask]) -> None:
-        self.decode(asks)
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
         token_BT, mask_BT = self._pad([ask.prompt for ask in asks])
@@ -143,10 +141,6 @@ class TransformersMethod:
         tokens = [[self._padding] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
         return torch.tensor(tokens, device=self.device), torch.tensor(mask, device=self.device)
-
-    @property
-    def _padding(self) -> int:
-        return min(self.target.eos_tokens, default=0)
 
     def _capacity(self, ask: Ask) -> int:
         """Tokens that an answer may have, by the length of its own prompt, not of the longest one."""
@@ -238,7 +232,7 @@ PROBE_TOKENS = 16
 VERSION_TIMEOUT_S = 10
 
 
-class ServerMethod:
+class ServerMethod(Method):
     """A server that counts its own tokens and applies its own template.
 
     Its prefill lasts until the last of the group has its first text, or one of them has more than that: a server that
@@ -251,9 +245,6 @@ class ServerMethod:
         self.settings = neutral_sampling(url, self.model)
         if variables:
             self.settings["chat_template_kwargs"] = dict(variables)
-
-    def warm_up(self, asks: Sequence[Ask]) -> None:
-        self.decode(asks)
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
         timings = stream_together(self.url, [chat_body(self.model, ask, self.settings) for ask in asks])

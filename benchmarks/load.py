@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,11 +70,8 @@ class Load:
         """Seconds after the start at which requests arrive."""
         if self.rate is None:
             return [0.0] * self.requests
-        rng, at, times = random.Random(self.seed), 0.0, []
-        for _ in range(self.requests):
-            at += rng.expovariate(self.rate)
-            times.append(at)
-        return times
+        rng = random.Random(self.seed)
+        return list(accumulate(rng.expovariate(self.rate) for _ in range(self.requests)))
 
 
 @with_options(Load)

@@ -80,6 +80,7 @@ def split_time(
 class Method(Protocol):
     def warm_up(self, asks: Sequence[Ask]) -> None:
         """Compile and capture what decoding these needs."""
+        self.decode(asks)
 
     def decode(self, asks: Sequence[Ask]) -> Timed:
         """Answer these together."""

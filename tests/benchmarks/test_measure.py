@@ -143,7 +143,7 @@ def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes
         ('"draft_temperature"', '"heat"', None),  # as older versions spelled it
         ('"shortlist_parents"', '"likely"', None),
         ('"torch": "', '"torch": "0.', "versions"),
-        ('"width": ', '"width": 1', "tree of ngram 6"),
+        ('"width": ', '"width": 1', "tree of plain 1"),
     ],
 )
 def test_rows_of_other_packages_or_trees_are_not_mixed_in(
