@@ -11,6 +11,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from benchmarks.estimate import to_record
 from benchmarks.recipe import DtypeName, distinct
 from benchmarks.results import ROWS_FILE, RUN_FILE
-from benchmarks.rows import KeyedFile, Row, keep_settings, kept_settings, measured_by
+from benchmarks.rows import KeyedFile, keep_settings, kept_settings, measured_by
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.profile.rounds import Decoding, StandingRound, Workload
@@ -60,12 +61,6 @@ class CostConfig:
             TreeConfig(depth=depth)
 
 
-class CostFile(KeyedFile[tuple[int, int]]):
-    @staticmethod
-    def key_of(row: Row) -> tuple[int, int]:
-        return int(row["context"]), int(row["depth"])
-
-
 def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progress: bool = False) -> dict[str, Any]:
     """Record of a row per context and depth. Existing rows are not timed again, unless `fresh` deletes them."""
     device = choose_device(config.device)
@@ -78,7 +73,7 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
         "versions": package_versions(),
         **{name: getattr(config, name) for name in ("head_layers", "rounds", "repeats")},
     }
-    with closing(CostFile(folder / ROWS_FILE, fresh)) as file:
+    with closing(KeyedFile(folder / ROWS_FILE, itemgetter("context", "depth"), fresh)) as file:
         wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
         todo = [chain for chain in wanted if chain not in file.rows]
         has_rows = bool(file.rows)

@@ -35,10 +35,12 @@ from benchmarks.results import ROWS_FILE, RUN_FILE
 from benchmarks.rows import (
     Answering,
     Group,
-    GroupFile,
     Key,
+    KeyedFile,
     Row,
     check_prompts,
+    group_key,
+    has_failed,
     keep_settings,
     kept_settings,
     questions_digest,
@@ -116,9 +118,9 @@ class Bench:
         settings = self.settings()
         for method in self.methods if fresh else ():
             check_ready(self.llm, method)
-        with closing(GroupFile(self.folder / ROWS_FILE, fresh)) as file:
+        with closing(KeyedFile(self.folder / ROWS_FILE, group_key, fresh)) as file:
             wanted = list(self.groups())
-            todo = [g for g in wanted if g.key not in file.rows or (retry_failed and file.failed(g.key))]
+            todo = [g for g in wanted if g.key not in file.rows or (retry_failed and has_failed(file.rows[g.key]))]
             is_held = held_settings({cell for cell, _, _ in file.rows})
             keep_settings(self.folder / RUN_FILE, settings, is_held, is_measured=bool(todo))
             check_prompts(file.rows.values())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from benchmarks.methods import Ask, Reply, UnequalConditions
 from benchmarks.recipe import BenchConfig, Cell, with_new_keys
@@ -22,22 +21,19 @@ from jetspec.record import current_commit, make_record, write_record
 Row = Mapping[str, Any]
 Key = tuple[Cell, int, int]
 """Cell, repeat, group."""
-K = TypeVar("K", bound=Hashable)
 
 
-class KeyedFile(LineFile, Generic[K]):
-    """Rows on disk by key: the last row of a key counts. `fresh` deletes earlier rows, settings and results."""
+class KeyedFile(LineFile):
+    """Rows on disk by key: the last row of a key counts. `fresh` deletes earlier rows, settings and results.
 
-    def __init__(self, path: Path, fresh: bool = False) -> None:
-        self.fresh = fresh
+    `key_of` raises KeyError or TypeError for a row of another kind.
+    """
+
+    def __init__(self, path: Path, key_of: Callable[[Row], Hashable], fresh: bool = False) -> None:
+        self.key_of, self.fresh = key_of, fresh
         super().__init__(path)
         for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
             path.with_name(name).unlink(missing_ok=True)
-
-    @staticmethod
-    @abstractmethod
-    def key_of(row: Row) -> K:
-        """Key of a row. KeyError or TypeError: a row of another kind."""
 
     def read(self) -> int:
         self.rows, end = ({}, 0) if self.fresh else read_keyed(self.path, self.key_of)
@@ -48,23 +44,22 @@ class KeyedFile(LineFile, Generic[K]):
         self.rows[self.key_of(row)] = row
 
 
-class GroupFile(KeyedFile[Key]):
-    @staticmethod
-    def key_of(row: Row) -> Key:
-        return Cell(**row["cell"]), row["repeat"], row["group"]
+def group_key(row: Row) -> Key:
+    return Cell(**row["cell"]), row["repeat"], row["group"]
 
-    def failed(self, key: Key) -> bool:
-        """A question of the group has no answer."""
-        return any(answer["error"] for answer in self.rows[key]["answers"])
+
+def has_failed(row: Row) -> bool:
+    """A question of the group has no answer."""
+    return any(answer["error"] for answer in row["answers"])
 
 
 def read_lines(path: Path) -> dict[Key, Row]:
-    return read_keyed(path, GroupFile.key_of)[0]
+    return read_keyed(path, group_key)[0]
 
 
-def read_keyed(path: Path, key_of: Callable[[Row], K]) -> tuple[dict[K, Row], int]:
+def read_keyed(path: Path, key_of: Callable[[Row], Hashable]) -> tuple[dict[Any, Row], int]:
     """Whole rows of a file, and the byte behind the last of them. A file of anything else is refused."""
-    rows: dict[K, Row] = {}
+    rows: dict[Hashable, Row] = {}
     end = 0
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
         if not line.endswith(b"\n"):

@@ -60,6 +60,12 @@ def text_of_speedup(value: Estimate | None) -> str:
     return speedup_text(value) if value else NONE
 
 
+def place_of(cell: Result) -> dict[str, str]:
+    """Columns of the setting of a cell."""
+    setting = {"temperature": f"{cell.temperature:g}", "budget": text_of(cell.tree), "batch": str(cell.batch)}
+    return {"task": cell.task, "method": cell.method, **setting}
+
+
 def numbered(indices: Iterable[int]) -> str:
     """Indices counted from 1."""
     return ", ".join(str(index + 1) for index in indices)
@@ -390,12 +396,9 @@ def paper_table(pairs: Sequence[Pair]) -> str:
     remarks = list(dict.fromkeys(pair.remark for pair in pairs if pair.remark))
     rows = [
         {
-            "task": cell.task,
-            "method": cell.method,
+            **dict.fromkeys(("task", "method"), ""),
             "in the paper": row.method,
-            "temperature": f"{cell.temperature:g}",
-            "budget": text_of(cell.tree),
-            "batch": str(cell.batch),
+            **place_of(cell),
             "speedup": text_of_speedup(cell.speedup),
             "paper's speedup": text_of(row.speedup),
             "tokens per round": text_of(cell.tokens_per_round),
@@ -424,11 +427,7 @@ def against_table(a: Run, b: Run) -> str:
         scores = (("A", cell.score), ("B", other.score))
         rows.append(
             {
-                "task": cell.task,
-                "method": cell.method,
-                "temperature": f"{cell.temperature:g}",
-                "budget": text_of(cell.tree),
-                "batch": str(cell.batch),
+                **place_of(cell),
                 "A tokens/s": text_of(mine, 1),
                 "B tokens/s": text_of(its, 1),
                 "B over A": text_of(its.over(mine) if mine and its else None),

@@ -27,7 +27,7 @@ from benchmarks.measure import Bench
 from benchmarks.methods import EngineMethod, Method, Reply, Timed, UnequalConditions
 from benchmarks.recipe import BenchConfig, MethodConfig
 from benchmarks.results import ROWS_FILE, RUN_FILE
-from benchmarks.rows import GroupFile, read_lines
+from benchmarks.rows import KeyedFile, group_key, read_lines
 from jetspec.engine.llm import LLM
 from jetspec.settings import from_dict
 from tests.benchmarks.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
@@ -182,7 +182,10 @@ def test_a_fresh_run_that_cannot_be_measured_deletes_nothing(folder: Path, llm: 
     for wrong in ("server=http://127.0.0.1:9/v1", f"jetspec={folder / 'edge'}", f"jetspec={folder / 'nowhere'}"):
         with pytest.raises(ValueError):
             make_bench(folder, "kept", llm, methods=[wrong]).run(fresh=True)
-    with closing(GroupFile(folder / "kept" / ROWS_FILE)), pytest.raises(ValueError, match="another run is writing"):
+    with (
+        closing(KeyedFile(folder / "kept" / ROWS_FILE, group_key)),
+        pytest.raises(ValueError, match="another run is writing"),
+    ):
         make_bench(folder, "kept", llm).run(fresh=True)
     assert {path.name: path.read_bytes() for path in (folder / "kept").iterdir()} == before
 

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from html.parser import HTMLParser
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,45 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import plots, tables
 from benchmarks.document import make_table, to_html
 from benchmarks.estimate import Estimate, to_record
 from benchmarks.paper import find_pairs, paper_costs
-from benchmarks.plots import (
-    INK,
-    Painter,
-    expected_speedup,
-    expected_tokens,
-    fit_alpha,
-    implied_cost,
-    reach_shares,
-    series_of,
-    tokens_when_cut,
-)
+from benchmarks.plots import Painter, expected_tokens
 from benchmarks.report import build_report
 from benchmarks.results import Run, Score, read_inputs
-from benchmarks.tables import (
-    against_table,
-    cells_table,
-    cost_table,
-    errors_table,
-    glance_table,
-    heads_table,
-    lossless_table,
-    score_table,
-    summary,
-    task_tables,
-    trees_text,
-)
 from jetspec.config import TreeConfig
-from tests.benchmarks.run_folders import (
-    RIGHT,
-    WRONG,
-    make_head_record,
-    make_profile_record,
-    make_run,
-    make_speedup,
-    read_table,
-)
+from tests.benchmarks.run_folders import RIGHT, WRONG, make_head_record, make_profile_record, make_run, make_speedup
+from tests.benchmarks.run_folders import read_table as read
 from tests.benchmarks.tiny_bench import invoke
 
 SMALL: dict[str, Any] = {"tasks": ("gsm8k", "mt_bench"), "budgets": (16, 64), "batches": (1,), "temperatures": (0.0,)}
@@ -75,7 +45,7 @@ def small_run(folder: Path, change: Callable[[dict[str, Any]], object] | None = 
 
 def by(name: str, table: str) -> dict[str, Row]:
     """Rows of a table by the text of a column."""
-    return {row[name]: row for row in read_table(table)}
+    return {row[name]: row for row in read(table)}
 
 
 def warnings(*runs: Run) -> str:
@@ -93,73 +63,41 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "out"
 
 
-class Page(HTMLParser):
-    """Elements, ids and references of a page."""
-
-    VOID = frozenset({"meta", "br", "img", "link", "hr", "input"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-        self.ids: list[str] = []
-        self.references: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.seen.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("href", "src", "xlink:href", "srcset", "data"):
-                self.references.append(value or "")
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_the_page_is_well_formed_and_stands_alone(written: Path) -> None:
     text = (written / "report.html").read_text()
-    page = Page(text)
-    assert page.open == []
-    assert not {"script", "link", "img", "iframe", "object", "base"} & set(page.seen)
-    assert all(reference.startswith("#") for reference in page.references)
-    assert {reference[1:] for reference in page.references} <= set(page.ids)
-    assert len(page.ids) == len(set(page.ids))
+    elements = list(ElementTree.fromstring(text.removeprefix("<!doctype html>")).iter())
+    assert not {"script", "link", "img", "iframe", "object", "base"} & {element.tag for element in elements}
+    ids = [element.attrib["id"] for element in elements if "id" in element.attrib]
+    references = [
+        value for element in elements for name, value in element.items() if name[-4:] in ("href", "}src", "src")
+    ]
+    assert references and set(references) <= {f"#{name}" for name in ids} and len(ids) == len(set(ids))
     addresses = set(re.findall(r"https?://[^\s\"'<)]+", text))
     assert addresses <= {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
     assert "@import" not in text and not re.search(r"url\((?!#)", text)
 
 
 def test_all_kinds_of_plots_are_drawn_and_follow_the_screen(written: Path) -> None:
-    plots = {path.stem: path.read_text() for path in (written / "plots").glob("*.svg")}
+    pictures = {path.stem: path.read_text() for path in (written / "plots").glob("*.svg")}
     for kind in ("speedup_t0_b1", "rounds_t0_b1", "speedup_budget_t0_b8", "acceptance", "equation1", "equation2"):
-        assert any(name.startswith(kind) for name in plots)
-    assert {"speedup_batch_t0_ngram", "speedup_batch_t0_jetspec", "rank1_gap"} <= set(plots)
-    for svg in plots.values():
+        assert any(name.startswith(kind) for name in pictures)
+    assert {"speedup_batch_t0_ngram", "speedup_batch_t0_jetspec", "rank1_gap"} <= set(pictures)
+    for svg in pictures.values():
         ElementTree.fromstring(svg)
-        assert "currentColor" in svg and INK not in svg and "prefers-color-scheme" in svg
+        assert "currentColor" in svg and plots.INK not in svg and "prefers-color-scheme" in svg
 
 
 def test_text_is_no_html() -> None:
     text = make_table([{"name": "<b>|</b>"}], "a <i>caption</i>") + "\n\n<script>x</script>"
-    page = Page(to_html("<u>", text, {}))
-    assert not {"b", "i", "u", "script"} & set(page.seen) and {"table", "p"} <= set(page.seen)
+    page = ElementTree.fromstring(to_html("<u>", text, {}).removeprefix("<!doctype html>"))
+    assert not {"b", "i", "u", "script"} & (found := {element.tag for element in page.iter()}) and {"td", "p"} <= found
 
 
 def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     raw = json.loads((folder / "results.json").read_text())["cells"]
     setting = "method", "task", "temp", "budget", "batch"
-    table = read_table(cells_table(read_inputs([folder]), details=True))
+    table = read(tables.cells_table(read_inputs([folder]), details=True))
     rows = {tuple(row[name] for name in setting): row for row in table}
     assert len(rows) == len(raw)
     for cell in raw:
@@ -179,7 +117,7 @@ def test_every_cell_is_in_the_report_with_the_numbers_of_the_record(tmp_path: Pa
 
 def test_differences_within_the_spread_are_not_claimed(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    rows = by("method, budget", task_tables(run.cells)["Speedup over plain decoding"])
+    rows = by("method, budget", tables.task_tables(run.cells)["Speedup over plain decoding"])
     claimed = {
         cell.speedup.differs_from_1(): "≈" not in rows[cell.label][cell.task]
         for cell in run.cells
@@ -204,7 +142,7 @@ def test_one_repeat_has_no_spread_and_says_so(tmp_path: Path) -> None:
     run = small_run(tmp_path, repeats=1)
     assert "measured once" in warnings(run)
     timed = "tokens/s", "speedup", "over transformers"
-    assert not any("±" in row[name] for row in read_table(cells_table([run])) for name in timed)
+    assert not any("±" in row[name] for row in read(tables.cells_table([run])) for name in timed)
     assert verdicts(run, run) == {"plain": {"-"}, "others": {"spread unknown"}}
 
 
@@ -215,7 +153,7 @@ def test_a_glance_shows_scores_of_all_questions_ties_and_what_is_faster_than_tra
                 cell["questions"] = cell["score"]["graded"] = cell["score"]["correct"] = 1
 
     run = small_run(tmp_path, ask_less, tasks=("gsm8k",), methods=("plain", "transformers", "ddtree"))
-    rows = by("method", glance_table(run.cells))
+    rows = by("method", tables.glance_table(run.cells))
     assert rows["transformers"]["score"] == "-" and rows["plain"]["score"].startswith("0.300")
     assert rows["ddtree"]["same text as plain"] == "39/40, 1 tie"
     assert rows["transformers"]["over transformers"] == "-" and float(rows["plain"]["over transformers"]) == 3
@@ -242,13 +180,13 @@ def test_a_method_that_was_asked_some_tasks_has_no_mean_and_no_part_in_what_is_s
     whole = small_run(tmp_path, methods=("plain", "transformers", "ngram", "jetspec"))
     lacks = {"transformers": "gsm8k", "ngram": "gsm8k"}
     run = replace(whole, cells=tuple(cell for cell in whole.cells if lacks.get(cell.method) != cell.task))
-    rows = by("method", glance_table(run.cells))
+    rows = by("method", tables.glance_table(run.cells))
     for column in ("tokens/s", "tokens per round", "score"):
         assert rows["jetspec"][column] != "-" and rows["ngram"][column] == "-", column
     assert (rows["ngram"]["questions"], rows["jetspec"]["questions"]) == ("40", "80")
-    ngram = by("method, budget", task_tables(run.cells)["Speedup over plain decoding"])["ngram 16"]
+    ngram = by("method, budget", tables.task_tables(run.cells)["Speedup over plain decoding"])["ngram 16"]
     assert ngram["gsm8k"] == ngram["mean"] == "-" != ngram["mt_bench"]
-    assert set(by("method, budget", lossless_table(run))) == {"transformers; ngram 16, 64", "jetspec 16, 64"}
+    assert set(by("method, budget", tables.lossless_table(run))) == {"transformers; ngram 16, 64", "jetspec 16, 64"}
     painter = Painter()
     assert "Left out, as asked some tasks only: transformers, ngram." in build_report([run], painter=painter)
     assert "ngram" not in painter.pictures["acceptance_t0_b1"] and "ngram" in painter.pictures["speedup_t0_b1"]
@@ -260,7 +198,7 @@ def test_failures_and_differences_are_listed(tmp_path: Path) -> None:
     run = small_run(tmp_path, changes={"errors": errors})
     text = build_report([run])
     assert f"{2 * len(run.cells)} answers failed" in text and "ran out of pages" in text and "0.0312" in text
-    first, *_ = read_table(errors_table(run))
+    first, *_ = read(tables.errors_table(run))
     assert list(first.values())[1:] == ["gsm8k-7", "plain", "0", "1", "1, 3", "ran out of pages"]
 
 
@@ -275,9 +213,9 @@ def test_a_cell_in_which_everything_failed_is_shown_as_such(tmp_path: Path) -> N
     run = small_run(tmp_path, fail, methods=("plain", "ngram", "ddtree"))
     text = build_report([run, run], painter=Painter())
     assert "| gsm8k-1 | ddtree 16 |" in text and "| failed |" in text
-    lines = series_of(run.cells, "speedup")
+    lines = plots.series_of(run.cells, "speedup")
     assert set(lines["ngram"]) == {16, 64} and set(lines["ddtree"]) == {64}, "a mean over all tasks, or none"
-    assert len(read_table(summary([run], "md"))) == len(run.cells)
+    assert len(read(tables.summary([run], "md"))) == len(run.cells)
 
 
 def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
@@ -293,7 +231,7 @@ def test_scores_stand_beside_those_of_plain_decoding(tmp_path: Path) -> None:
             if cell["score"]:
                 cell["score"] |= scores.get(cell["method"], {})
 
-    found = by("method", score_table(small_run(tmp_path, grade)))
+    found = by("method", tables.score_table(small_run(tmp_path, grade)))
     assert {name: (row["value"], row["against plain"]) for name, row in found.items()} == {
         "plain": ("0.3000", "-"),
         "transformers; jetspec-edge 16, 64": ("0.3000", "same"),
@@ -334,7 +272,7 @@ def test_how_heads_were_trained_is_told_and_whether_alike(tmp_path: Path) -> Non
         return small_run(tmp_path / name, lambda record: record.update(heads=heads))
 
     alike, longer = run("alike"), run("longer", steps="9,000")
-    assert [row["steps"] for row in read_table(heads_table(longer))] == ["1,500", "9,000"]
+    assert [row["steps"] for row in read(tables.heads_table(longer))] == ["1,500", "9,000"]
     assert "not all trained alike" not in warnings(alike)
     assert "jetspec-edge: 9,000 steps, answers.jsonl, 9 rows" in warnings(longer)
 
@@ -347,13 +285,13 @@ def test_settings_of_drafts_are_told() -> None:
         "jetspec": "32: width 8, draft temperature 0.7",
         "jetspec-edge": "32: width 8, draft temperature 0.7, shortlist 64, parents 3",
     }
-    assert {kind: trees_text({"kind": kind, "trees": [tree]}) for kind in text} == text
+    assert {kind: tables.trees_text({"kind": kind, "trees": [tree]}) for kind in text} == text
 
 
 def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
     a, b = small_run(tmp_path / "a"), small_run(tmp_path / "b", budgets=(16, 128), gpu="NVIDIA A100")
     mine, its = ({cell.key for cell in run.cells} for run in (a, b))
-    assert len(read_table(against_table(a, b))) == len(mine & its)
+    assert len(read(tables.against_table(a, b))) == len(mine & its)
     assert "device NVIDIA H200 and NVIDIA A100" in warnings(a, b)
     assert f"{len(mine ^ its)} cells are in one of the runs only" in build_report([a, b])
 
@@ -371,19 +309,19 @@ def test_verdicts_need_more_than_the_spread(tmp_path: Path) -> None:
 
 def verdicts(a: Run, b: Run) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
-    for row in read_table(against_table(a, b)):
+    for row in read(tables.against_table(a, b)):
         found.setdefault("plain" if row["method"] == "plain" else "others", set()).add(row["verdict"])
     return found
 
 
 def test_summaries_hold_the_same_numbers_in_every_form(tmp_path: Path) -> None:
     run = small_run(tmp_path)
-    rows = json.loads(summary([run], "json"))
-    assert [json.loads(line) for line in summary([run], "jsonl").splitlines()] == rows
+    rows = json.loads(tables.summary([run], "json"))
+    assert [json.loads(line) for line in tables.summary([run], "jsonl").splitlines()] == rows
     assert len(rows) == len(run.cells)
-    for read, row in zip(csv.DictReader(StringIO(summary([run], "csv"))), rows, strict=True):
-        assert read == {key: "" if value is None else str(value) for key, value in row.items()}
-    lines = summary([run], "md").splitlines()
+    for found, row in zip(csv.DictReader(StringIO(tables.summary([run], "csv"))), rows, strict=True):
+        assert found == {key: "" if value is None else str(value) for key, value in row.items()}
+    lines = tables.summary([run], "md").splitlines()
     assert len({len(line) for line in lines}) == 1
     for line, row in zip(lines[2:], rows, strict=True):
         assert f" {row['tokens_per_s']:.1f} ± {row['tokens_per_s_sd']:.1f} |" in line
@@ -393,23 +331,23 @@ def test_summaries_hold_the_same_numbers_in_every_form(tmp_path: Path) -> None:
 @given(st.floats(0.05, 0.95), st.integers(1, 20))
 def test_equation_1_is_the_sum_of_chances(alpha: float, length: int) -> None:
     assert expected_tokens(alpha, length) == pytest.approx(sum(alpha**i for i in range(length + 1)))
-    cost = implied_cost(expected_tokens(alpha, length), 1.7, length)
-    assert expected_speedup(alpha, length, cost) == pytest.approx(1.7)
+    cost = plots.implied_cost(expected_tokens(alpha, length), 1.7, length)
+    assert plots.expected_speedup(alpha, length, cost) == pytest.approx(1.7)
 
 
 @given(st.lists(st.integers(0, 50), min_size=2, max_size=17).filter(any))
 def test_histograms_give_back_their_mean(accepted: list[int]) -> None:
     rounds = sum(accepted)
     mean = 1 + sum(length * n for length, n in enumerate(accepted)) / rounds
-    assert tokens_when_cut(accepted)[-1] == pytest.approx(mean)
-    assert sum(reach_shares(accepted)) == pytest.approx(mean - 1)
-    assert 0 <= fit_alpha(accepted) <= 1
+    assert plots.tokens_when_cut(accepted)[-1] == pytest.approx(mean)
+    assert sum(plots.reach_shares(accepted)) == pytest.approx(mean - 1)
+    assert 0 <= plots.fit_alpha(accepted) <= 1
 
 
 def test_costs_of_a_profile_stand_beside_the_papers(tmp_path: Path) -> None:
     inputs = read_inputs([make_profile_record(tmp_path / "profile.json", contexts=(256, 1000))])
     # 0.98 ms for 16 tokens beside 5.0 ms; the paper has this context, and not the other.
-    assert [list(row.values()) for row in read_table(cost_table(inputs[0], beside_paper=True))] == [
+    assert [list(row.values()) for row in read(tables.cost_table(inputs[0], beside_paper=True))] == [
         ["256", "16", "64", "1", "0.980", "5.000", "1.225", "0.837"],
         ["1000", "16", "64", "1", "0.980", "5.000", "1.225", "-"],
     ]

@@ -15,13 +15,7 @@ from typer.testing import Result
 
 import jetspec.record as records
 from benchmarks import measure, rows
-from benchmarks.cells import (
-    Measured,
-    accepted_lengths,
-    question_speedups,
-    speedup,
-    tokens_per_round,
-)
+from benchmarks.cells import Measured, accepted_lengths, question_speedups, speedup, tokens_per_round
 from benchmarks.estimate import Estimate, to_record
 from benchmarks.recipe import Cell
 from benchmarks.results import Result as CellResult
@@ -32,37 +26,25 @@ from jetspec.engine.llm import LLM
 from tests.benchmarks.tiny_bench import invoke, make_bench, results_of
 
 
+def answer(id: str, turns: Sequence[float], error: str | None = None, accepted: Sequence[int] = ()) -> dict[str, Any]:
+    return {"id": id, "tokens": turns, "error": error, "rounds": len(turns), "accepted": accepted or [len(turns)]}
+
+
+def row(*answers: dict[str, Any], seconds: float = 1.0) -> dict[str, Any]:
+    return {"ids": [a["id"] for a in answers], "decode_s": seconds, "prefill_s": 1.0, "answers": answers}
+
+
 def measured(speeds: Sequence[float], method: str = "mine", errors: Sequence[str] = ()) -> Measured:
     """A cell of one question per repeat, which wrote so many tokens in a second."""
-    failed = [{"id": id, "tokens": [], "error": "no", "rounds": 0, "accepted": []} for id in errors]
-    rows = [
-        [
-            {
-                "ids": ["q", *errors],
-                "decode_s": 1.0,
-                "answers": [{"id": "q", "tokens": [speed], "error": None, "rounds": 1}, *failed],
-            }
-        ]
-        for speed in speeds
-    ]
-    return Measured(Cell(method, "task", 0.0, 1, 1), rows)
+    failed = [answer(id, [], "no") for id in errors]
+    return Measured(Cell(method, "task", 0.0, 1, 1), [[row(answer("q", [speed]), *failed)] for speed in speeds])
 
 
 # -- statistics
 
 
-SPEEDS = st.lists(st.floats(1, 100), min_size=2, max_size=5)
-
-
 def test_an_answer_that_failed_half_way_counts_in_no_number() -> None:
     """Nor does the time of its group, of which it took an unknown part."""
-
-    def answer(id: str, turns: list[int], error: str | None = None) -> dict[str, Any]:
-        return {"id": id, "tokens": turns, "error": error, "rounds": len(turns), "accepted": [len(turns)]}
-
-    def row(*answers: dict[str, Any]) -> dict[str, Any]:
-        return {"ids": [a["id"] for a in answers], "decode_s": 1.0, "prefill_s": 1.0, "answers": answers}
-
     cell, lost = Cell("mine", "task", 0.0, 16, 2), "lost its connection"
     whole, half = answer("a", [8, 8]), answer("b", [100], lost)
     failed, alone = (Measured(cell, [rows] * 2) for rows in ([row(whole), row(half)], [row(whole)]))
@@ -112,8 +94,8 @@ def test_a_method_with_a_limit_is_compared_on_its_own_questions(folder: Path, ll
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=40))
 def test_acceptance_counts_every_round_once(lengths: list[int]) -> None:
     tokens = len(lengths) + sum(lengths)
-    answer = {"id": "q", "tokens": [tokens], "rounds": len(lengths), "accepted": histogram(lengths), "error": None}
-    mine = Measured(Cell("mine", "task", 0.0, 16, 1), [[{"decode_s": 1.0, "answers": [answer]}]])
+    whole = answer("q", [tokens], accepted=histogram(lengths)) | {"rounds": len(lengths)}
+    mine = Measured(Cell("mine", "task", 0.0, 16, 1), [[row(whole)]])
     counts = accepted_lengths(mine)
     assert sum(counts) == len(lengths) and tokens_per_round(mine) == [tokens / len(lengths)]
     assert sum(kept * count for kept, count in enumerate(counts)) == sum(lengths)
@@ -145,9 +127,9 @@ def asked(method: str, speeds: Sequence[Mapping[str, float]], together: int = 1)
     """Questions with their speeds, by repeat, so many in a group."""
     repeats = []
     for speed in speeds:
-        answers = [{"id": id, "tokens": [100 * value], "error": None} for id, value in speed.items()]
+        answers = [answer(id, [100 * value]) for id, value in speed.items()]
         some = [answers[i : i + together] for i in range(0, len(answers), together)]
-        repeats.append([{"ids": [a["id"] for a in own], "decode_s": 100.0, "answers": own} for own in some])
+        repeats.append([row(*own, seconds=100.0) for own in some])
     return Measured(Cell(method, "sums", 0.0, 1, together), repeats)
 
 
