@@ -112,26 +112,22 @@ class TiledLinear:
         return out
 
 
-def vector_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return _launch_vector(x, weight, bias)
-
-
 def vector_norm_linear(
     residual: Residual, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, gated: bool
 ) -> Tensor:
-    return _launch_vector(residual.x, weight, bias, norm=norm, eps=eps, gated=gated)
+    return vector_linear(residual.x, weight, bias, norm=norm, eps=eps, gated=gated)
 
 
 def vector_add_linear(
     total: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, next_norm: Tensor | None, tap: Tensor | None
 ) -> Residual:
-    return copied(Residual(_launch_vector(x, weight, bias, total=total)), tap)
+    return copied(Residual(vector_linear(x, weight, bias, total=total)), tap)
 
 
-def _launch_vector(
+def vector_linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
     total: Tensor | None = None,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from concurrent.futures import Executor
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -248,13 +248,24 @@ def check_result(
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree", "clique"])
-@pytest.mark.parametrize("window", [None, 1, 7, 50])
-@pytest.mark.parametrize("min_run", [0, 1, 2])
-def test_kernel_equals_reference(interpreter: Executor, kind: str, window: int | None, min_run: int) -> None:
-    """Ragged: a long prefix with few queries, no prefix with more queries than a mask word has bits, a single one."""
-    batch = scattered_batch([70, 0, 33], [5, 40, 1], 4, kind, 0)
-    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, min_run).result()
+RAGGED = ([70, 0, 33], [5, 40, 1], 4)
+"""A long prefix with few queries, no prefix with more queries than a mask word has bits, a single one."""
+SIZES = [(1, (2, 2, 16)), (4, (6, 2, 8)), (16, (4, 1, 24)), (7, (3, 1, 64))]
+"""Pages and heads."""
+CASES = [
+    *product(("chain", "tree", "clique"), [RAGGED], [(2, 1, 8)], (None, 1, 7, 50), (0, 1, 2)),
+    *((kind, ([31, 32], [9, 9], page), heads, 12, 1) for kind in ("chain", "tree") for page, heads in SIZES),
+    *((kind, ([cached, 3], [1, 1], 4), (4, 2, 8), None, 1) for kind in ("chain", "tree") for cached in (0, 64, 200)),
+]
+
+
+@pytest.mark.parametrize(("kind", "requests", "heads", "window", "min_run"), CASES)
+def test_kernel_equals_reference(
+    interpreter: Executor, kind: str, requests: Any, heads: Any, window: int | None, min_run: int
+) -> None:
+    cached, counts, page_size = requests
+    batch = scattered_batch(cached, counts, page_size, kind, 0)
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, *heads), window, min_run).result()
 
 
 @pytest.mark.parametrize("min_run", [0, 1])
@@ -263,24 +274,6 @@ def test_kernel_is_launched_for_more_queries_than_there_are(interpreter: Executo
     batch = scattered_batch([70, 0, 33, 5, 0], [5, 0, 1, 20, 0], 4, "chain", 0)
     batch = replace(batch, layout=replace(batch.layout, max_queries=64))
     interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), None, min_run).result()
-
-
-@pytest.mark.parametrize("kind", ["chain", "tree"])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "page_size"), [(2, 2, 16, 1), (6, 2, 8, 4), (4, 1, 24, 16), (3, 1, 64, 7)]
-)
-def test_kernel_takes_any_heads_and_pages(
-    interpreter: Executor, kind: str, heads: int, kv_heads: int, size: int, page_size: int
-) -> None:
-    batch = scattered_batch([31, 32], [9, 9], page_size, kind, 1)
-    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, heads, kv_heads, size), 12).result()
-
-
-@pytest.mark.parametrize("kind", ["chain", "tree"])
-@pytest.mark.parametrize("cached", [0, 64, 200])
-def test_kernel_decodes_one_token(interpreter: Executor, kind: str, cached: int) -> None:
-    batch = scattered_batch([cached, 3], [1, 1], 4, kind, 2)
-    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 4, 2, 8), None).result()
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
@@ -541,49 +534,45 @@ def test_kernels_on_a_gpu_take_prompts_together(chunks: int, dtype: torch.dtype)
     check_on_gpu(q, pages, replace(batch, layout=replace(batch.layout, max_queries=512)))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 64), (8, 2, 128), (4, 4, 64)])
-@pytest.mark.parametrize(
-    ("cached", "counts", "kind"),
-    [
-        ([300], [48], "tree"),
-        ([0], [64], "clique"),
-        ([7], [1], "tree"),
-        ([6000, 513], [1, 1], "chain"),
-        ([2100], [16], "chain"),
-        ([511, 4000], [17, 3], "tree"),
-    ],
-)
-def test_register_tiled_kernel_on_a_gpu(
-    cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
-) -> None:
-    inputs = on_gpu(scattered_batch(cached, counts, 16, kind, 0), heads, kv_heads, size)
-    assert "register_tiled" in chosen_kernel(*inputs)
-    check_on_gpu(*inputs)
+SERVED = {
+    "register_tiled": (
+        [(9, 3, 64), (8, 2, 128), (4, 4, 64)],
+        [
+            ([300], [48], "tree"),
+            ([0], [64], "clique"),
+            ([7], [1], "tree"),
+            ([6000, 513], [1, 1], "chain"),
+            ([2100], [16], "chain"),
+            ([511, 4000], [17, 3], "tree"),
+        ],
+    ),
+    "warp_specialized": (
+        [(32, 8, 128), (24, 8, 64), (32, 8, 64)],
+        [
+            ([256], [128], "tree"),
+            ([8150], [128], "tree"),
+            ([8150, 256], [128, 128], "tree"),
+            ([8150, 924], [128, 100], "tree"),
+            ([2047], [86], "clique"),
+            ([0, 5, 700, 6000], [64, 64, 3, 50], "tree"),
+            ([300] * 4, [50] * 4, "tree"),
+            ([9000], [16], "chain"),
+            ([9000], [16], "clique"),
+            ([16 * i for i in range(64)], [16] * 64, "tree"),
+        ],
+    ),
+}
+"""Heads and requests that a kernel serves."""
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(32, 8, 128), (24, 8, 64), (32, 8, 64)])
 @pytest.mark.parametrize(
-    ("cached", "counts", "kind"),
-    [
-        ([256], [128], "tree"),
-        ([8150], [128], "tree"),
-        ([8150, 256], [128, 128], "tree"),
-        ([8150, 924], [128, 100], "tree"),
-        ([2047], [86], "clique"),
-        ([0, 5, 700, 6000], [64, 64, 3, 50], "tree"),
-        ([300] * 4, [50] * 4, "tree"),
-        ([9000], [16], "chain"),
-        ([9000], [16], "clique"),
-        ([16 * i for i in range(64)], [16] * 64, "tree"),
-    ],
+    ("kernel", "heads", "case"), [(k, h, c) for k, (hs, cs) in SERVED.items() for h in hs for c in cs]
 )
-def test_warp_specialized_kernel_on_a_gpu(
-    cached: list[int], counts: list[int], kind: str, heads: int, kv_heads: int, size: int
-) -> None:
-    inputs = on_gpu(scattered_batch(cached, counts, 16, kind, 0), heads, kv_heads, size)
-    assert "warp_specialized" in chosen_kernel(*inputs)
+def test_gluon_kernels_on_a_gpu(kernel: str, heads: Any, case: Any) -> None:
+    cached, counts, kind = case
+    inputs = on_gpu(scattered_batch(cached, counts, 16, kind, 0), *heads)
+    assert kernel in chosen_kernel(*inputs)
     check_on_gpu(*inputs)
 
 
