@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -15,8 +16,9 @@ from jetspec.types import EdgeFactors
 
 
 def random_drafts(
-    B: int, D: int, V: int, R: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    sizes: tuple[int, int, int, int], dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[Tensor, Tensor, EdgeFactors]:
+    B, D, V, R = sizes
     torch.manual_seed(0)
     logits_BDV = 2 * torch.randn(B, D, V)
     edge = EdgeFactors(torch.randn(B, D, R), torch.randn(V, R).to(dtype), 2 * torch.randn(V, R).to(dtype))
@@ -36,7 +38,7 @@ def best_logprob(logits: Tensor, root: int, edge: EdgeFactors, row: int, depth: 
 
 @pytest.mark.parametrize("num_parents", [1, 3])
 def test_shortlist_holds_the_best_children_of_probable_parents(num_parents: int) -> None:
-    logits, root_B, edge = random_drafts(B=2, D=3, V=50, R=4)
+    logits, root_B, edge = random_drafts((2, 3, 50, 4))
     token, logprob = shortlist(logits, root_B, edge, 7, num_parents)
     for row in range(2):
         for depth in range(3):
@@ -46,7 +48,7 @@ def test_shortlist_holds_the_best_children_of_probable_parents(num_parents: int)
 
 
 def test_temperature_divides_the_logits() -> None:
-    logits, root_B, edge = random_drafts(B=3, D=2, V=30, R=4)
+    logits, root_B, edge = random_drafts((3, 2, 30, 4))
     temperature_B = torch.tensor([0.5, 1.0, 2.0])
     got = shortlist(logits, root_B, edge, 6, 2, temperature_B)
     want = shortlist(logits / temperature_B[:, None, None], root_B, edge, 6, 2)
@@ -85,50 +87,34 @@ def compare(
 
 
 CASES = [
-    (2, 3, 300, 4, 9, 2, "own"),
-    (1, 17, 70, 20, 33, 1, "none"),
-    (3, 2, 40, 16, 5, 4, "shared"),
-    (1, 1, 90, 8, 4, 7, "none"),
-    (1, 5, 80, 8, 6, 40, "none"),
+    ((2, 3, 300, 4), 9, 2, "own"),
+    ((1, 17, 70, 20), 33, 1, "none"),
+    ((3, 2, 40, 16), 5, 4, "shared"),
+    ((1, 1, 90, 8), 4, 7, "none"),
+    ((1, 5, 80, 8), 6, 40, "none"),
 ]
 
 
-@pytest.mark.parametrize(("B", "D", "V", "R", "count", "num_parents", "temperature"), CASES)
+@pytest.mark.parametrize(("sizes", "count", "num_parents", "temperature"), CASES)
 @pytest.mark.parametrize("programs", [1, 1024])
 def test_kernels_equal_the_definition(
-    interpreter: Executor,
-    B: int,
-    D: int,
-    V: int,
-    R: int,
-    count: int,
-    num_parents: int,
-    temperature: str,
-    programs: int,
+    interpreter: Executor, sizes: Any, count: int, num_parents: int, temperature: str, programs: int
 ) -> None:
-    interpreter.submit(compare, random_drafts(B, D, V, R), count, num_parents, temperature, 1e-4, programs).result()
+    interpreter.submit(compare, random_drafts(sizes), count, num_parents, temperature, 1e-4, programs).result()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("B", "D", "V", "R", "count", "num_parents", "temperature"),
+    ("sizes", "count", "num_parents", "temperature"),
     [
-        (1, 15, 49152, 128, 256, 7, "shared"),
-        (8, 15, 151_936, 128, 512, 4, "own"),
-        (2, 7, 5000, 32, 300, 2, "none"),
-        (32, 15, 49152, 128, 64, 7, "own"),
+        ((1, 15, 49152, 128), 256, 7, "shared"),
+        ((8, 15, 151_936, 128), 512, 4, "own"),
+        ((2, 7, 5000, 32), 300, 2, "none"),
+        ((32, 15, 49152, 128), 64, 7, "own"),
     ],
 )
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-3), (torch.bfloat16, 0.3)])
 def test_kernels_on_a_gpu(
-    B: int,
-    D: int,
-    V: int,
-    R: int,
-    count: int,
-    num_parents: int,
-    temperature: str,
-    dtype: torch.dtype,
-    slack: float,
+    sizes: Any, count: int, num_parents: int, temperature: str, dtype: torch.dtype, slack: float
 ) -> None:
-    compare(random_drafts(B, D, V, R, dtype, "cuda"), count, num_parents, temperature, slack)
+    compare(random_drafts(sizes, dtype, "cuda"), count, num_parents, temperature, slack)
