@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
+# Heads of others, to compare with. They need no more than their layers; the packages that they train with stay out.
+PEERS := speculators==0.9.0 hs-connectors==0.9.0
 # Tests start many processes: one thread for each, and nothing compiled twice.
 QUICK := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
@@ -41,6 +43,7 @@ clean: ## Delete the environment and everything that was generated
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@$(BIN)/pip install --quiet --no-deps $(PEERS)
 	@touch $@
 
 # vLLM alone, without the accelerator libraries that it asks for, then what it imports on a CPU.

@@ -8,7 +8,7 @@ A digit behind a letter that it can add to does so: BD1 is (B, D + 1); else it i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -348,6 +348,19 @@ class EdgeFactors:
         """Returns edge(y, c) for P parents per depth of one request and all tokens c, (D, P, V) float32."""
         gated_DPR = self.predecessor_VR[parent_DP].float() * self.gate_BDR[row, :, None].float()
         return gated_DPR @ self.successor_VR.float().mT
+
+
+@dataclass(frozen=True)
+class PathTerm:
+    """Term of a child's logit that depends on the path to its parent: <vector(parent), rows(child)>, of rank R."""
+
+    root_B1S: Tensor
+    """State above the anchor: S numbers that a node carries from the tokens above it."""
+    step: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    """Maps the depth of children, and tokens (B, W) and inherited states (B, W, S) of their parents, to vectors (B, W,
+    R) of the parents, divided by the draft temperature, and to the states that the children inherit."""
+    rows: Callable[[Tensor], Tensor]
+    """Vectors of tokens (..), (.., R)."""
 
 
 @dataclass(frozen=True)

@@ -265,7 +265,8 @@ class DecoderStack(nn.Module):
                 ops.pack(module.weight)
 
     def run(self, x: Tensor, rope: Rope, attends: Sequence[Attend], tap_layers: tuple[int, ...] = ()) -> Hidden:
-        """Runs all layers. A tap is a copy of a layer's output before any norm; later layers add in place."""
+        """Runs all layers. A tap is a copy of a layer's output before any norm; later layers add in place. The layer
+        after the last one is the final norm."""
         tap = x.new_empty((*x.shape[:-1], len(tap_layers), x.shape[-1])) if tap_layers else None
         residual, layers = Residual(x), [cast(DecoderLayer, layer) for layer in self.layers]
         next_norms = [*(layer.input_norm for layer in layers[1:]), self.norm]
@@ -274,7 +275,11 @@ class DecoderStack(nn.Module):
             residual = layer(residual, rope, attend, next_norm, taps[0] if taps else None)
             for duplicate in taps[1:]:
                 duplicate.copy_(taps[0])
-        return Hidden(self.norm(residual.x), None if tap is None else tap.flatten(-2))
+        hidden = self.norm(residual.x)
+        for j, tapped in enumerate(tap_layers):
+            if tap is not None and tapped == len(layers):
+                tap[..., j, :] = hidden
+        return Hidden(hidden, None if tap is None else tap.flatten(-2))
 
     def rope(self, position: Tensor) -> Rope:
         """Returns the rope tables. Call it before `embed`: kernels prefetch them while the previous one still runs."""
@@ -326,6 +331,10 @@ class Decoder(DecoderStack):
 
     def logits(self, hidden: Tensor) -> Tensor:
         return ops.linear(hidden, self.lm_head)
+
+    def output_rows(self, token: Tensor) -> Tensor:
+        """Returns the rows of the output matrix that belong to tokens."""
+        return nn.functional.embedding(token, self.lm_head)
 
 
 def on_meta(make: Callable[[C], S], config: C) -> S:

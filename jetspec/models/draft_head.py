@@ -7,21 +7,28 @@ tapped layers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.config import TreeConfig
+from jetspec.models.block_conv import ConvConfig, ConvLayer
 from jetspec.models.decoder import DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, Rope
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
+from jetspec.models.path_terms import BlockStates, PathConfig, make_term
 from jetspec.ops import HeadNorm
 from jetspec.tree import Candidates, DraftTree, build_tree, pack_bits
-from jetspec.types import EdgeFactors, KVPages, TreeBatch
+from jetspec.types import BatchLayout, EdgeFactors, KVPages, TreeBatch
+
+LastTap = Literal["raw", "normed"]
+"""Output of the target's last layer: of the layer itself, or of the norm after it."""
+Confidence = Literal["state", "state_and_parent"]
+"""Inputs of a confidence: the state of a slot, and the E1 vector of the parent token."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,8 @@ class EdgeConfig:
     rank: int = 128
     gate: bool = True
     gate_bias: float = 1.0
+    candidates: int | None = None
+    """Most probable tokens of a depth among which the term was trained to choose. None: all."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,25 @@ class HeadConfig:
     target_hidden_size: int | None = None
     """The target's hidden size if it differs from the head's: an adapter maps each tap."""
     num_target_layers: int | None = None
+    last_tap: LastTap | None = None
+    """Form of a tap of the target's last layer. None: there is no such tap."""
     edge: EdgeConfig | None = None
+    path: PathConfig | None = None
+    """A term of the whole path in place of the edge term."""
+    conv: ConvConfig | None = None
+    """Convolutions over the block around attention and MLP."""
+    confidence: Confidence | None = None
+    """A predicted acceptance of each slot, which scales the probabilities of the children there."""
+    fused_taps: bool = False
+    """Each layer adds its own mixture of the taps to its context rows."""
+    embedding_scale: float = 1.0
+    """Factor on the embeddings of a block."""
+    output_scale: float = 1.0
+    """Factor on the logits, before `softcap` and terms."""
+    softcap: float | None = None
+    """Largest logit: c tanh(logit / c)."""
+    draft_vocab_size: int | None = None
+    """Number of tokens that it can draft, by an output matrix of its own. None: all, by the target's matrix."""
 
     @property
     def depth(self) -> int:
@@ -121,6 +148,7 @@ class Embedder(Protocol):
 
     def embed(self, token: Tensor) -> Tensor: ...
     def logits(self, hidden: Tensor) -> Tensor: ...
+    def output_rows(self, token: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -184,15 +212,28 @@ class DraftHead(EngineHead):
     """Decoder layers over a context from the target."""
 
     head_config: HeadConfig
+    token_of: Tensor | None
+    """Target token of each token of a reduced vocabulary, ascending."""
 
     def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config.layers)
+        layer = partial(ConvLayer, conv=config.conv, block_size=config.block_size) if config.conv else DecoderLayer
+        super().__init__(config.layers, layer)
         self.head_config = config
         size = config.layers.hidden_size
         self.fc = Linear(len(config.tap_layers) * size, size)
         self.hidden_norm = RMSNorm(size, config.layers.norm_eps)
         self.adapter = Linear(config.target_hidden_size, size) if config.target_hidden_size else None
-        self.edge = EdgeTerm(config.edge, config.layers.vocab_size, size) if config.edge else None
+        vocab_size, reduced = config.layers.vocab_size, config.draft_vocab_size
+        self.edge = EdgeTerm(config.edge, vocab_size, size) if config.edge else None
+        self.path = make_term(config.path, config.layers, config.block_size) if config.path else None
+        term = config.edge or config.path
+        inputs = size + (term.rank if term and config.confidence == "state_and_parent" else 0)
+        self.confidence = Linear(inputs, 1, bias=True) if config.confidence else None
+        shape = (config.layers.num_layers, len(config.tap_layers))
+        self.tap_weights = nn.Parameter(torch.zeros(shape)) if config.fused_taps else None
+        self.feature_size = 0 if self.path is None else self.path.feature_size
+        self.lm_head = Linear(size, reduced) if reduced else None
+        self.register_buffer("token_of", torch.arange(reduced) if reduced else None)
 
     def init_weights(self, seed: int = 0) -> Self:
         """Initialises the weights. The edge term starts at zero: training starts from the plain head."""
@@ -216,8 +257,18 @@ class DraftHead(EngineHead):
         self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
     ) -> Candidates:
         block = replace(nodes, token_T=self.block_tokens(anchor_B).flatten())
-        hidden_BDM = self.propose(block, state.target, state.layers)[:, : tree.depth]
-        return self.candidates(hidden_BDM, anchor_B, state.target, tree, temperature_B)
+        hidden_BSM = self.run_block(block, state.target, state.layers)
+        hidden_BDM = self.predicting(hidden_BSM)[:, : tree.depth]
+        found = self.candidates(hidden_BDM, anchor_B, state.target, tree, temperature_B)
+        if self.path is not None:
+            feature_BF = None
+            if state.feature_SM is not None:
+                is_first_B1 = nodes.layout.cached_len_B[:, None] == 0
+                before_BF = state.feature_SM[slot_before(nodes.layout)]
+                feature_BF = torch.where(is_first_B1, self.path.feature(anchor_B), before_BF)
+            states = BlockStates(hidden_BSM, anchor_B, 0 if self.head_config.shifted else 1, state.target, feature_BF)
+            found = replace(found, path=self.path.bind(states, temperature_B))
+        return found if self.confidence is None else replace(found, survival=self.survival(hidden_BDM))
 
     def build(self, anchor_B: Tensor, drafted: Candidates, tree: TreeConfig) -> DraftTree:
         assert tree.depth is not None
@@ -225,6 +276,8 @@ class DraftHead(EngineHead):
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch, state: HeadState) -> None:
         self.write_context(tap_TX, batch.position_T, batch.slot_T, state.layers, state.weights)
+        if self.path is not None and state.feature_SM is not None:
+            state.feature_SM.index_copy_(0, batch.slot_T, self.path.feature(batch.token_T))
 
     def write_context(
         self,
@@ -243,8 +296,19 @@ class DraftHead(EngineHead):
 
         All layers read the same rows and never change them.
         """
+        if self.tap_weights is not None:
+            return self._layer_contexts(tap, weights)
         heads = ops.linear(self.fuse(tap), weights.weight, weights.bias)
         return heads.unflatten(-1, (self.config.num_layers, -1, self.config.head_dim))
+
+    def _layer_contexts(self, tap: Tensor, weights: ContextWeights) -> Tensor:
+        """Returns `context` where each layer adds its own mixture of the taps to the rows that it reads."""
+        assert self.tap_weights is not None and weights.bias is None
+        L, taps = self.tap_weights.shape
+        mixture_LM = self.tap_weights.float().softmax(-1).to(tap.dtype) @ tap.unflatten(-1, (taps, -1))
+        rows_LM = self.hidden_norm(self.fc(tap).unsqueeze(-2) + mixture_LM)
+        heads = torch.einsum("...lm,lom->...lo", rows_LM, weights.weight.unflatten(0, (L, -1)))
+        return heads.unflatten(-1, (-1, self.config.head_dim))
 
     def context_weights(self) -> ContextWeights:
         """Concatenates the projections of all layers. Inference calls it once."""
@@ -258,12 +322,16 @@ class DraftHead(EngineHead):
         )
 
     def propose(self, block: TreeBatch, target: Embedder, cache: Sequence[KVPages]) -> Tensor:
-        """Returns states for depths 1..D, (B, D, M), of blocks [anchor, MASK, ..] after the context.
+        """Returns states for depths 1..D, (B, D, M), of blocks [anchor, MASK, ..] after the context."""
+        return self.predicting(self.run_block(block, target, cache))
+
+    def run_block(self, block: TreeBatch, target: Embedder, cache: Sequence[KVPages]) -> Tensor:
+        """Returns states of all slots, (B, S, M), of blocks [anchor, MASK, ..] after the context.
 
         The head's config decides the mask inside a block; the batch's mask is ignored. K and V of the block are written
         past the end of the context, where the next rows overwrite them.
         """
-        rope, x = self.rope(block.position_T), target.embed(block.token_T)
+        rope, x = self.rope(block.position_T), self.embed(block.token_T, target)
         causal_layers = self.head_config.causal_layers
         rows, size = len(block.layout.cached_len_B), self.head_config.block_size
         attends = {}
@@ -273,7 +341,42 @@ class DraftHead(EngineHead):
             attends[causal] = self.paged(replace(block, ancestor_BNW=bits), cache)
         chosen = [attends[causal][i] for i, causal in enumerate(causal_layers)]
         states = self.run(x, rope, chosen).hidden_TM
-        return self.predicting(states.unflatten(0, (-1, size)))
+        return states.unflatten(0, (-1, size))
+
+    def embed(self, token: Tensor, target: Embedder) -> Tensor:
+        """Returns the embeddings of a block's tokens."""
+        return self._scaled(target.embed(token))
+
+    def _scaled(self, embedded: Tensor) -> Tensor:
+        return embedded if self.head_config.embedding_scale == 1 else embedded * self.head_config.embedding_scale
+
+    def logits(self, hidden: Tensor, target: Embedder) -> Tensor:
+        """Returns the logits of all target tokens, without terms. Tokens outside a reduced vocabulary have -inf."""
+        c = self.head_config
+        logits = target.logits(hidden) if self.lm_head is None else self.lm_head(hidden)
+        if c.output_scale != 1:
+            logits = logits * c.output_scale
+        if c.softcap is not None:
+            logits = c.softcap * torch.tanh(logits / c.softcap)
+        if self.token_of is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], c.layers.vocab_size), -torch.inf)
+        return full.index_copy_(-1, self.token_of, logits)
+
+    def survival(self, hidden_BDM: Tensor) -> Callable[[int, Tensor], Tensor]:
+        """Returns the predicted log-probability that a child is accepted, by its depth and parent token."""
+        assert self.confidence is not None and self.confidence.bias is not None
+        M, term = hidden_BDM.shape[-1], self.edge or self.path
+        weight_X, bias = self.confidence.weight[0].float(), self.confidence.bias.float()
+        state_BD1 = (hidden_BDM.float() @ weight_X[:M] + bias)[..., None]
+
+        def log_confidence(depth: int, parent_BW: Tensor) -> Tensor:
+            logit_BW = state_BD1[:, depth - 1].expand(parent_BW.shape)
+            if self.head_config.confidence == "state_and_parent" and term is not None:
+                logit_BW = logit_BW + nn.functional.embedding(parent_BW, term.predecessor).float() @ weight_X[M:]
+            return nn.functional.logsigmoid(logit_BW)
+
+        return log_confidence
 
     def block_tokens(self, anchor_B: Tensor) -> Tensor:
         """Returns [anchor, MASK, .., MASK] per request, (B, block size)."""
@@ -296,7 +399,7 @@ class DraftHead(EngineHead):
         """Returns the candidates of a tree at depths 1..D below the roots. `temperature_B` are the draft temperatures;
         None: 1."""
         hidden_TM, (B, D) = hidden_BDM.flatten(0, 1), hidden_BDM.shape[:2]
-        logits_BDV = target.logits(hidden_TM).unflatten(0, (B, D))
+        logits_BDV = self.logits(hidden_TM, target).unflatten(0, (B, D))
         V, entropy_BD = logits_BDV.shape[-1], None
         if tree.score != "accum_logp":
             # Validation would synchronise with the device, which a CUDA graph cannot.
@@ -304,12 +407,14 @@ class DraftHead(EngineHead):
                 logits=ops.apply_temperature(logits_BDV, temperature_B).float(), validate_args=False
             )
             entropy_BD = scaled.entropy()
+        c, count = self.head_config, min(tree.width, V)
+        if c.edge or c.path:
+            count = min(tree.shortlist or V, V, (c.edge and c.edge.candidates) or V)
         if self.edge is None:
-            return Candidates(*ops.topk_logprob(logits_BDV, min(tree.width, V), temperature_B), entropy_BD)
+            return Candidates(*ops.topk_logprob(logits_BDV, count, temperature_B), entropy_BD)
         gate_BDR = ops.apply_temperature(self.edge.gates(hidden_TM).unflatten(0, (B, D)), temperature_B).float()
         edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
-        count = min(tree.shortlist or V, V)
-        if tree.shortlist_parents and count < V:
+        if tree.shortlist_parents and count < V and not (c.edge and c.edge.candidates):
             found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.shortlist_parents, V), temperature_B)
         else:
             found = ops.topk_logprob(logits_BDV, count, temperature_B)
@@ -334,7 +439,7 @@ class DraftHead(EngineHead):
             norm = None if weights.norm is None else weights.norm.layer(i)
             _, k, v = ops.rotate_qkv(kv, G, tap_rope, norm)
             attends.append(partial(self._attend_dense, k, v, masks[self.config.window(i)]))
-        return self.run(block, block_rope, attends).hidden_TM
+        return self.run(self._scaled(block), block_rope, attends).hidden_TM
 
     def _attend_dense(
         self, k_context: Tensor, v_context: Tensor, visible: Visible, qkv: Tensor, rope: Rope, norm: HeadNorm | None
@@ -342,3 +447,10 @@ class DraftHead(EngineHead):
         """Returns attention of slots over context rows, then slots."""
         q, k, v = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         return attend_masked(q, torch.cat((k_context, k), -3), torch.cat((v_context, v), -3), visible)
+
+
+def slot_before(layout: BatchLayout) -> Tensor:
+    """Slot of each request's last cached position; of its first position where nothing is cached."""
+    last_B1 = (layout.cached_len_B - 1).clamp(min=0)[:, None]
+    page_B1 = layout.page_BP.gather(1, last_B1 // layout.page_size)
+    return (page_B1 * layout.page_size + last_B1 % layout.page_size)[:, 0]

@@ -35,11 +35,11 @@ from jetspec.models.decoder import (
     RMSNorm,
     Rope,
 )
-from jetspec.models.draft_head import Embedder, EngineHead, HeadState
+from jetspec.models.draft_head import Embedder, EngineHead, HeadState, LastTap, slot_before
 from jetspec.models.masked_attention import Visible, attend_own
 from jetspec.ops import HeadNorm, Residual
 from jetspec.tree import DraftTree, GrowingTree, pack_bits
-from jetspec.types import BatchLayout, TreeBatch
+from jetspec.types import TreeBatch
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,24 @@ class Eagle3Config:
     num_target_layers: int | None = None
     norm_before_residual: bool = False
     """The residual starts from the normed input of the layer."""
+    norm_taps: bool = False
+    """The concatenated taps are normed before they are fused."""
+    norm_each_tap: bool = False
+    """Each tap is normed before it is fused (EAGLE-3.1)."""
+    norm_output: bool = False
+    """The next step reads the normed hidden state (EAGLE-3.1)."""
+    last_tap: LastTap | None = None
+    """Form of a tap of the target's last layer. None: there is no such tap."""
     own_embedding: bool = False
     """It has an embedding of its own; otherwise it uses the target's."""
 
     @property
     def tap_size(self) -> int:
-        return (self.target_hidden_size or self.layers.hidden_size) * EAGLE3_TAPS
+        return (self.target_hidden_size or self.layers.hidden_size) * self.num_taps
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.tap_layers) or EAGLE3_TAPS
 
     def draft_depth(self, requested: int | None) -> int:
         """Returns the depth of trees with a requested depth: any, since drafting is autoregressive."""
@@ -90,11 +102,11 @@ def eagle3_tap_layers(num_target_layers: int) -> tuple[int, ...]:
 class Eagle3Layer(DecoderLayer):
     """A decoder layer over embedding and hidden state: attention reads both, the residual is the hidden state."""
 
-    def __init__(self, config: DecoderConfig, layer: int, norm_before_residual: bool) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, norm_before_residual: bool, norm_output: bool) -> None:
         super().__init__(config, layer)
         self.attention = Attention(config, inputs=2 * config.hidden_size)
         self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.norm_before_residual = norm_before_residual
+        self.norm_before_residual, self.norm_output = norm_before_residual, norm_output
 
     def row(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat((self.input_norm(embedded), self.hidden_norm(hidden)), -1)
@@ -106,7 +118,8 @@ class Eagle3Layer(DecoderLayer):
         attended = self.attention.attend(self.attention.qkv(self.row(x, h)), rope, attend)
         hidden = (self.hidden_norm(h) if self.norm_before_residual else h) + self.attention.out(attended)
         hidden = self.mlp(Residual(hidden), self.post_norm, next_norm).x
-        return hidden, next_norm(hidden)
+        normed = next_norm(hidden)
+        return (normed if self.norm_output else hidden), normed
 
 
 class Eagle3Head(EngineHead):
@@ -119,11 +132,15 @@ class Eagle3Head(EngineHead):
     embedding: Tensor | None
 
     def __init__(self, config: Eagle3Config) -> None:
-        super().__init__(config.layers, partial(Eagle3Layer, norm_before_residual=config.norm_before_residual))
+        layer = partial(Eagle3Layer, norm_before_residual=config.norm_before_residual, norm_output=config.norm_output)
+        super().__init__(config.layers, layer)
         assert config.layers.num_layers == 1
         self.head_config = config
         self.feature_size = size = config.layers.hidden_size
         self.fc = Linear(config.tap_size, size)
+        self.input_norm = RMSNorm(config.tap_size, config.layers.norm_eps) if config.norm_taps else None
+        shape = (config.num_taps, config.tap_size // config.num_taps)
+        self.fc_norm = nn.Parameter(torch.ones(shape)) if config.norm_each_tap else None
         self.lm_head = Linear(size, config.draft_vocab_size)
         self.register_buffer("token_of", torch.arange(config.draft_vocab_size))
         self.register_buffer("embedding", torch.empty(config.layers.vocab_size, size) if config.own_embedding else None)
@@ -137,6 +154,15 @@ class Eagle3Head(EngineHead):
         """Sets the vocabulary, and copies its rows of the target's output matrix."""
         self.token_of.copy_(token_of)
         self.lm_head.weight.copy_(target.lm_head[token_of])
+
+    def fuse(self, tap: Tensor) -> Tensor:
+        """Fuses concatenated tapped states (..., X) to features (..., M)."""
+        if self.input_norm is not None:
+            tap = self.input_norm(tap)
+        if self.fc_norm is not None:
+            taps = zip(tap.chunk(len(self.fc_norm), -1), self.fc_norm, strict=True)
+            tap = torch.cat([ops.rms_norm(x.contiguous(), norm, self.config.norm_eps) for x, norm in taps], -1)
+        return self.fc(tap)
 
     def embed(self, token: Tensor, target: Embedder) -> Tensor:
         return target.embed(token) if self.embedding is None else nn.functional.embedding(token, self.embedding)
@@ -195,7 +221,7 @@ class Eagle3Head(EngineHead):
         """Writes features, K and V of newly committed tokens. K and V of a single layer need no attention."""
         assert state.feature_SM is not None
         before_T, rope, attention = slots_before(batch), self.rope(batch.position_T), self.layer.attention
-        state.feature_SM.index_copy_(0, batch.slot_T, self.fc(tap_TX))
+        state.feature_SM.index_copy_(0, batch.slot_T, self.fuse(tap_TX))
         row_TX = self.layer.row(self.embed(batch.token_T, state.target), state.feature_SM[before_T])
         kv, pages = attention.context(row_TX), state.layers[0]
         ops.rotate_store(kv, self.config.num_kv_heads, rope, attention.head_norm, pages, batch.slot_T)
@@ -224,7 +250,7 @@ class Eagle3Head(EngineHead):
         anchor. Returns normed states (R, A, D, M): step s predicts the token s + 1 positions after the anchor.
         """
         # The first row of a text gets another text's feature; it is masked.
-        before = self.fc(tap).to(self.norm.weight.dtype).roll(1, -2)
+        before = self.fuse(tap).to(self.norm.weight.dtype).roll(1, -2)
         k, v = self._keys(embedded, before, self.rope(position))
         hidden, at = _rows(before, anchor), position.gather(-1, anchor)
         steps = torch.arange(drafted.shape[-2], device=at.device)
@@ -263,13 +289,6 @@ class Eagle3Head(EngineHead):
         q, k_self, v_self = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         k_own, v_own = torch.cat((k_own, k_self.unsqueeze(-3)), -3), torch.cat((v_own, v_self.unsqueeze(-3)), -3)
         return attend_own(q, k, v, visible, k_own, v_own, nn.functional.pad(filled, (0, 1), value=True))
-
-
-def slot_before(layout: BatchLayout) -> Tensor:
-    """Slot of each request's last cached position; of its first position where nothing is cached."""
-    last_B1 = (layout.cached_len_B - 1).clamp(min=0)[:, None]
-    page_B1 = layout.page_BP.gather(1, last_B1 // layout.page_size)
-    return (page_B1 * layout.page_size + last_B1 % layout.page_size)[:, 0]
 
 
 def slots_before(batch: TreeBatch) -> Tensor:

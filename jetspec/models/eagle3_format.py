@@ -14,23 +14,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetspec.config import EAGLE3_DEPTH, EAGLE3_TAPS, MAX_DEPTH
+from jetspec.config import EAGLE3_DEPTH, MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
-from jetspec.models.head_folder import HeadFormat, HeadTensors, Names, TargetShape, agreed, layer_fields, table
+from jetspec.models.head_folder import (
+    HeadFormat,
+    HeadKeys,
+    HeadTensors,
+    Names,
+    TargetShape,
+    agreed,
+    layer_fields,
+    read_last_tap,
+    read_vocabulary,
+    table,
+)
 from jetspec.models.tensor_files import errors_name
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 EMBEDDING = "embed_tokens.weight"
+MAX_TAPS = 16
 TAPS = "eagle_aux_hidden_state_layer_ids"
-UNSUPPORTED = ("norm_before_fc", "norm_output", "parallel_drafting")
-"""Switches of other writers that change the computation."""
 NAMES = Names(
     own={
         "fc.weight": "fc.weight",
         "lm_head.weight": "lm_head.weight",
-        "layers.0.hidden_norm.weight": "midlayer.hidden_norm.weight",
+        "layers.*.hidden_norm.weight": "midlayer.hidden_norm.weight",
+        "input_norm.weight": "input_norm.weight",
+        "fc_norm": "fc_norm.*.weight",
     },
     # The last two are copies of the target's, which speculators keeps for training.
     ignored=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
@@ -55,22 +67,29 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
             return replace(config, own_embedding=EMBEDDING in HeadTensors(folder, NAMES))
 
     def parse(self, raw: Mapping[str, Any]) -> Eagle3Config:
-        if found := [key for key in UNSUPPORTED if raw.get(key)]:
-            raise ValueError(f"{found[0]} is not supported")
         is_speculators = "speculators_model_type" in raw
-        layers = _layer_config(table(raw, "transformer_layer_config") if is_speculators else raw)
-        outer, own = Fields(raw), table(raw, "eagle_config")
+        inner = HeadKeys(("transformer_layer_config.", table(raw, "transformer_layer_config")))
+        keys, own = HeadKeys(("", raw)), HeadKeys(("eagle_config.", table(raw, "eagle_config")))
+        layers = _layer_config(inner if is_speculators else keys)
+        outer = Fields(keys)
         target_hidden_size = outer.size("target_hidden_size", layers.hidden_size)
         num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
-        return Eagle3Config(
+        config = Eagle3Config(
             layers=layers,
-            tap_layers=_tap_layers(raw, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
+            tap_layers=_tap_layers(keys, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
             draft_vocab_size=outer.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
             depth=Fields(own).integer("ttt_length", 1, MAX_DEPTH, EAGLE3_DEPTH),
             target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
             num_target_layers=num_target_layers,
             norm_before_residual=outer.flag("norm_before_residual"),
+            norm_taps=outer.flag("norm_before_fc"),
+            norm_each_tap=outer.flag("fc_norm"),
+            norm_output=outer.flag("norm_output"),
+            last_tap=read_last_tap(keys),
         )
+        for each in (keys, own, inner):
+            each.refuse_unread("use_aux_hidden_state", *(() if is_speculators else ("tie_word_embeddings",)))
+        return config
 
     def write_config(self, config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the contents of config.json, with the tapped layers under both keys that other readers know."""
@@ -84,10 +103,15 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
             "mlp_bias": c.mlp_bias,
             "draft_vocab_size": config.draft_vocab_size,
             "norm_before_residual": config.norm_before_residual,
+            "norm_before_fc": config.norm_taps,
+            "fc_norm": config.norm_each_tap,
+            "norm_output": config.norm_output,
             "num_target_layers": config.num_target_layers,
             "eagle_config": own,
             TAPS: [layer + 1 for layer in config.tap_layers],
         }
+        if config.last_tap is not None or (config.num_target_layers or 0) - 1 in config.tap_layers:
+            out["last_tap"] = config.last_tap or "raw"
         if config.target_hidden_size is not None:
             out["target_hidden_size"] = config.target_hidden_size
         return out
@@ -102,6 +126,7 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
 
     def for_target(self, config: Eagle3Config, target: DecoderConfig) -> Eagle3Config:
         """Adds the default tap layers, if the head's files name none."""
+        config = super().for_target(config, target)
         return config if config.tap_layers else replace(config, tap_layers=eagle3_tap_layers(target.num_layers))
 
     def misfits(self, head: Eagle3Config, target: TargetShape) -> list[str]:
@@ -110,11 +135,11 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
             problems.append(f"its hidden size is {size}, and it has no embedding of that size")
         return problems
 
-    def buffers(self, config: Eagle3Config, tensors: HeadTensors, dtype: torch.dtype) -> dict[str, Tensor]:
-        read = {"token_of": _read_vocabulary(tensors, config)}
+    def buffers(self, config: Eagle3Config, tensors: HeadTensors, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        read = {"token_of": read_vocabulary(tensors, config.draft_vocab_size, config.layers.vocab_size)}
         if config.own_embedding:
             shape = (config.layers.vocab_size, config.layers.hidden_size)
-            read["embedding"] = tensors.exactly(EMBEDDING, shape).to(dtype)
+            read["embedding"] = tensors.exactly(EMBEDDING, shape).to(state["fc.weight"].dtype)
         return read
 
     def buffer_tensors(self, head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -126,28 +151,11 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
         return tensors
 
 
-def _read_vocabulary(tensors: HeadTensors, config: Eagle3Config) -> Tensor:
-    """Returns the target's token for each of the head's. `d2t` holds the differences, `t2d` a flag per target token."""
-    size, vocab_size = config.draft_vocab_size, config.layers.vocab_size
-    if "d2t" not in tensors:
-        if size != vocab_size:
-            raise ValueError(f"tensor d2t is missing: it maps the {size} drafted tokens to {vocab_size} of the target")
-        return torch.arange(size)
-    added = tensors.exactly("d2t", (size,))
-    if added.is_floating_point() or added.dtype == torch.bool:
-        raise ValueError(f"tensor d2t is stored as {added.dtype}; it must hold whole numbers")
-    token = torch.arange(size) + added.long()
-    if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
-        raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
-    if "t2d" in tensors:
-        taken = tensors.exactly("t2d", (vocab_size,)).bool()
-        if not torch.equal(taken.nonzero()[:, 0], token.sort().values):
-            raise ValueError("tensors d2t and t2d contradict each other")
-    return token
-
-
-def _layer_config(raw: Mapping[str, Any]) -> DecoderConfig:
-    layers = config_from_hf({"model_type": "llama", **raw, "tie_word_embeddings": False})
+def _layer_config(keys: HeadKeys) -> DecoderConfig:
+    changes = {"model_type": keys.get("model_type", "llama"), "tie_word_embeddings": False}
+    merged = HeadKeys(("", changes), *keys.tables)
+    layers = config_from_hf(merged)
+    keys.read |= merged.read
     if layers.num_layers != 1:
         raise ValueError(f"num_hidden_layers is {layers.num_layers}; EAGLE-3 heads have one layer here")
     if layers.moe is not None or any(layers.windows):
@@ -155,16 +163,21 @@ def _layer_config(raw: Mapping[str, Any]) -> DecoderConfig:
     return layers
 
 
-def _tap_layers(raw: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[int, ...]:
+def _tap_layers(keys: HeadKeys, own: HeadKeys) -> tuple[int, ...]:
     """Returns the tapped layers under any of the keys, counted by outputs; empty if there are none."""
-    keys = {TAPS: (raw, 1), "aux_hidden_state_layer_ids": (raw, 1), f"eagle_config.{TAPS}": (own, 0)}
+    places = {
+        TAPS: (keys, 1),
+        "aux_hidden_state_layer_ids": (keys, 1),
+        f"eagle_config.{TAPS}": (own, 0),
+        "target_layer_ids": (keys, 0),
+    }
     found = {}
-    for key, (section, first) in keys.items():
+    for key, (section, first) in places.items():
         ids = section.get(key.rpartition(".")[2])
         if ids is None:
             continue
-        if not isinstance(ids, list) or len(ids) != EAGLE3_TAPS:
-            raise ValueError(f"{key} does not name {EAGLE3_TAPS} layers")
+        if not isinstance(ids, list) or not 1 <= len(ids) <= MAX_TAPS:
+            raise ValueError(f"{key} does not name 1 to {MAX_TAPS} layers")
         found[key] = tuple(Fields({key: i}).integer(key, first, MAX_LAYERS) - first for i in ids)
     return agreed(found) or ()
 

@@ -7,6 +7,7 @@ acceptance rate. So the written config is parsed by the engine's rules and compa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from jetspec.files import whole_folder
+from jetspec.models.block_conv import BlockConv, ConvConfig
 from jetspec.models.decoder import DecoderConfig, filled, on_meta
 from jetspec.models.draft_head import DraftHead, HeadConfig
 from jetspec.models.families import config_from_hf, pieces, rope_from_hf
@@ -27,13 +29,17 @@ from jetspec.models.head_folder import (
     table,
     write_folder,
 )
-from jetspec.models.head_format import NAMES, save_head, write_config
+from jetspec.models.head_format import KINDS, read_config, save_head, write_config
 from jetspec.models.hub import local_file
 from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, read_json, write_json, write_tensors
 from jetspec.models.tokenizer import TOKENIZER_FILES
 from jetspec.models.weights import Target
 
 Engine = Literal["vllm", "sglang", "speculators"]
+ChainKind = Literal["dflash", "dspark", "dflash2"]
+NAMED: dict[ChainKind, str] = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
+SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
+"""Architectures in that library's config."""
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 GENERATION_FILE = "generation_config.json"
 TARGET_FILES = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE, *TOKENIZER_FILES)
@@ -59,22 +65,65 @@ def export_head(
         return
     if problems := refusals(head.head_config, engine, target):
         raise ValueError(f"{engine} cannot run this head: {'; '.join(problems)}")
-    chain = without_edge(head)
+    kind = chain_kind(head.head_config, engine)
+    chain = chain_head(head, kind)
     config = write_chain_config(chain.head_config, engine, dtype, target)
-    write_folder(folder, config, published_tensors(chain, NAMES, dtype), None)
+    write_folder(folder, config, published_tensors(chain, KINDS[NAMED[kind]], dtype), None)
     check_export(folder, engine, chain.head_config)
+
+
+def chain_kind(config: HeadConfig, engine: Engine) -> ChainKind:
+    """Returns the kind as which an engine drafts its best chain of a head: with the edge term, where it has one of that
+    form."""
+    edge = config.edge
+    if edge is not None and not config.causal and not config.causal_windows:
+        if not edge.gate and (config.shifted or engine == "speculators"):
+            return "dspark"
+        if edge.gate and edge.gate_bias == 0 and not config.shifted:
+            return "dflash2"
+    return "dflash"
+
+
+def chain_head(head: DraftHead, kind: ChainKind) -> DraftHead:
+    """Returns a head as an engine runs it; most weights are shared."""
+    config, state = head.head_config, head.state_dict()
+    if config.edge is None or kind == "dflash":
+        return without_edge(head)
+    if kind == "dspark":
+        state["edge.successor"] = state["edge.successor"] * config.edge.gate_bias
+        config = replace(config, edge=replace(config.edge, gate_bias=1.0))
+    elif config.conv is None:
+        config = replace(config, conv=ConvConfig(group=math.gcd(ConvConfig.group, config.layers.hidden_size)))
+        made = DraftHead(config)
+        for module in made.modules():
+            if isinstance(module, BlockConv):
+                module.reset()
+        state = {name: value for name, value in made.state_dict().items() if "_conv." in name} | state
+    if kind == "dflash2" and config.edge is not None and config.edge.candidates is None:
+        config = replace(config, edge=replace(config.edge, candidates=16))
+    return filled(on_meta(DraftHead, config), state, head.norm.weight.device)
 
 
 def refusals(config: HeadConfig, engine: Engine, target: str | None) -> list[str]:
     """Returns the reasons why an engine cannot run a head."""
     problems = []
-    if config.shifted:
+    if config.shifted and chain_kind(config, engine) != "dspark":
         problems.append("its slots predict the next position")
+    if config.path or (config.conv and chain_kind(config, engine) != "dflash2"):
+        problems.append("it has terms or convolutions that cannot be left out")
+    if config.draft_vocab_size or config.fused_taps or config.last_tap:
+        problems.append("it has a reduced vocabulary, or taps of its own form")
+    if (config.embedding_scale, config.output_scale, config.softcap) != (1, 1, None):
+        problems.append("it scales embeddings or logits")
     if config.target_hidden_size is not None:
         problems.append("it adapts the size of the target's states")
     if engine == "speculators":
         if config.causal_windows:
             problems.append("only some of its layers are causal")
+        if config.causal and None in config.layers.distinct_windows:
+            problems.append(
+                "it has causal layers without a window, in which speculators lets slots attend to later ones"
+            )
         if target is None:
             problems.append("the format names the target; give --target")
     return problems
@@ -91,25 +140,48 @@ def without_edge(head: DraftHead) -> DraftHead:
 
 def write_chain_config(config: HeadConfig, engine: Engine, dtype: torch.dtype, target: str | None) -> dict[str, Any]:
     """Returns the contents of config.json, with rotary keys in the old and the new spelling."""
-    raw = write_config(config, dtype)
+    raw = write_config(replace(config, edge=None), dtype)
     del raw["auto_map"]  # it names code that is not part of the folder
     rope = {"rope_type": "default", **(raw["rope_scaling"] or {}), "rope_theta": raw["rope_theta"]}
     raw["rope_parameters"] = rope
-    return _speculators(raw, config, target) if engine == "speculators" else raw
+    own = _term_keys(config)
+    if engine == "speculators":
+        return _speculators(raw, config, target) | own
+    if config.edge is None:
+        return raw
+    if config.conv is not None:
+        raw["dflash_config"] |= own
+        return raw | {"architectures": ["DFlash2DraftModel"]}
+    draft = {key: raw["dflash_config"][key] for key in ("target_layer_ids", "mask_token_id")}
+    flags = ("dflash_config", "is_causal")
+    layers = {key: value for key, value in raw.items() if key not in flags}
+    return layers | draft | own | {"architectures": ["Qwen3DSparkModel"]}
+
+
+def _term_keys(config: HeadConfig) -> dict[str, Any]:
+    """Returns the keys of the terms that a head has beside its backbone."""
+    if config.edge is None:
+        return {}
+    if config.conv is None:
+        markov = {"markov_rank": config.edge.rank, "markov_head_type": "vanilla"}
+        return {**markov, "enable_confidence_head": False, "confidence_head_with_markov": False}
+    selector = {"selector_rank": config.edge.rank, "selector_top_k": config.edge.candidates}
+    return {**selector, "conv_kernel_size": config.conv.taps, "conv_group_size": config.conv.group}
 
 
 def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) -> dict[str, Any]:
     """Nests the layers in a table of their own; layer ids count the embedding as layer 0."""
-    own = ("architectures", "dflash_config", "block_size", "num_target_layers", "dtype")
+    own = ("architectures", "dflash_config", "block_size", "num_target_layers", "dtype", "is_causal")
     layers = {key: value for key, value in raw.items() if key not in own}
     path = local_file(target, CONFIG_FILE) if target else None
     found = architectures(read_json(path)) if path else set()
+    kind = "dflash" if config.edge is None else "dspark" if config.conv is None else "dflash2"
     proposal = {"proposal_type": "greedy", "speculative_tokens": config.depth}
     return {
-        "architectures": ["DFlashSpeculator"],
-        "speculators_model_type": "dflash",
+        "architectures": [SPECULATORS[kind]],
+        "speculators_model_type": kind,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
             "verifier": {"name_or_path": target, "architectures": sorted(found)},
@@ -120,7 +192,7 @@ def _speculators(raw: dict[str, Any], config: HeadConfig, target: str | None) ->
         "aux_hidden_state_layer_ids": [layer + 1 for layer in config.tap_layers],
         "mask_token_id": config.mask_token,
         "sliding_window_non_causal": not config.causal,
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.shifted,
         "dtype": raw["dtype"],
     }
 
@@ -141,6 +213,12 @@ def properties(config: HeadConfig) -> dict[str, Any]:
 def check_export(folder: Path, engine: Engine, config: HeadConfig) -> None:
     """Raise ValueError if the engine would read other properties from a folder than the head has."""
     raw, expected = raw_config(folder), properties(config)
+    if engine == "speculators" or config.edge is not None:
+        again = read_config(folder)
+        if again != replace(config, num_target_layers=again.num_target_layers):
+            raise ValueError(f"{folder}: this head would not be read back as it is")
+    if config.edge is not None:  # the other engines read these layouts by the same keys as we do
+        return
     for reader, read in READERS[engine].items():
         found = read(raw)
         if wrong := [name for name in expected if found[name] != expected[name]]:

@@ -32,8 +32,8 @@ class Family:
     """Use `mlp_bias`."""
     qk_norm: bool = False
     windows: Literal["none", "all", "switched", "layers"] = "none"
-    """Layers with a sliding window: none, all, all if `use_sliding_window` is set, or if so those that `layer_types`
-    or `max_window_layers` selects."""
+    """Layers with a sliding window: none; all, or those that `layer_types` selects; all if `use_sliding_window` is set;
+    or if so those that `layer_types` or `max_window_layers` selects."""
     head_dim: int | None = None
     """Default head size. None: hidden size / heads."""
     sparse: bool = False
@@ -112,7 +112,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError("quantised safetensors are not supported; use the original model or a GGUF file")
     family, c = FAMILIES[name], Fields(raw)
     if raw.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"activation {_short(raw['hidden_act'])} is not supported; the families use silu")
+        raise ValueError(f"hidden_act {_short(raw['hidden_act'])} is not supported; the families use silu")
     hidden_size, num_heads = c.size("hidden_size"), c.size("num_attention_heads")
     num_layers = c.integer("num_hidden_layers", 1, MAX_LAYERS)
     has_bias = family.biases == "optional" and c.flag("attention_bias")
@@ -199,6 +199,10 @@ def rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     nested = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(nested, Mapping):
         raise ValueError("rope_parameters is not a table")
+    if tables := [key for key, value in nested.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"rope_parameters has a table for {tables[0]}; one rope for each kind of layer is not supported"
+        )
     outer, c = Fields(raw), Fields(nested)
     kind = nested.get("rope_type", nested.get("type", "default"))
     _check_kind(kind)
@@ -225,9 +229,9 @@ def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple
     if not has_windows or raw.get("sliding_window", 4096) is None:
         return ()
     window = c.integer("sliding_window", 1, MAX_LEN, 4096)
-    if rule != "layers":
-        return (window,) * num_layers
     kinds = raw.get("layer_types")
+    if rule == "switched" or (rule == "all" and kinds is None):
+        return (window,) * num_layers
     if kinds is None:
         first = c.integer("max_window_layers", 0, MAX_LAYERS, 28)
         return tuple(window if i >= first else None for i in range(num_layers))

@@ -7,8 +7,8 @@ imply is refused, except those that a format declares as ignored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetspec.files import some, whole_folder
 from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig, filled, on_meta
-from jetspec.models.draft_head import HeadConfig
+from jetspec.models.draft_head import HeadConfig, LastTap
 from jetspec.models.eagle3 import Eagle3Config
 from jetspec.models.families import pieces
 from jetspec.models.gguf import PLAIN, GGUFFile
@@ -50,33 +50,105 @@ def kind_of(path: Path) -> str | None:
     if path.suffix == ".gguf":
         is_head = GGUFFile(path).metadata.get("general.architecture") == "dflash"
         return "GGUF (dflash)" if is_head else None
-    raw = raw_config(path)
+    return kind_of_config(raw_config(path))
+
+
+def kind_of_config(raw: Mapping[str, Any]) -> str | None:
+    """Returns the kind of a head by the contents of its config.json."""
     names, own = architectures(raw), table(raw, "dflash_config")
+    keys, projector = {*raw, *own}, own.get("projector_type")
     is_unnamed = names <= {"LlamaForCausalLM"} and "dflash_config" not in raw
     kinds = {
         f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
-        "DSpark": {"Qwen3DSparkModel", "DSparkDraftModel"} & names or "markov_rank" in {*raw, *own},
-        "DFlash2": "DFlash2DraftModel" in names or "selector_rank" in own,
-        "Domino": own.get("projector_type") == "domino",
+        "SpecForge DSpark": "DSparkDraftModel" in names or projector == "dspark",
+        "Domino": projector == "domino",
+        "DSpark": "Qwen3DSparkModel" in names,
+        "DFlash2": "DFlash2DraftModel" in names or "selector_rank" in keys,
+        "DFly": "enable_hidden_correction" in keys,
         "EAGLE-3": any("Eagle3" in name for name in names) or (is_unnamed and "draft_vocab_size" in raw),
-        "reduced vocabulary": "draft_vocab_size" in raw,
         "DFlash": {"DFlashDraftModel", "Qwen3DFlashDraftModel"} & names or "dflash_config" in raw,
+        "DSpark of another family": any("DSpark" in name for name in names) or "markov_rank" in keys,
     }
     return next((kind for kind, found in kinds.items() if found), None)
+
+
+HARMLESS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "architectures",
+            "auto_map",
+            "_name_or_path",
+            "name_or_path",
+            "transformers_version",
+            "speculators_version",
+            "speculators_model_type",
+        ),
+        "names software",
+    ),
+    **dict.fromkeys(("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"), "storage and speed"),
+    **dict.fromkeys(
+        ("attention_dropout", "initializer_range", "num_anchors", "output_router_logits", "embed_requires_grad"),
+        "read in training only",
+    ),
+    **dict.fromkeys(("use_cache", "speculators_config", "num_jacobi_passes"), "settings of an engine"),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp"), "not read by any head"),
+    **dict.fromkeys(("max_window_layers", "use_sliding_window", "sliding_window"), "layer_types decides"),
+    **dict.fromkeys(("dflash_config", "eagle_config", "transformer_layer_config"), "its own keys are checked"),
+    "ttt_steps": "read in training only",
+    "is_decoder": "all layers are",
+}
+"""Keys of config.json that change nothing in a draft, with the reason."""
+SWITCHES = ("mlp_bias", "enable_confidence_head", "confidence_head_with_markov", "enable_hidden_correction")
+"""Keys that change nothing where they are false."""
+
+
+class HeadKeys(Mapping[str, Any]):
+    """Keys of one or more tables of a config.json, the first table first, with a record of those that were read.
+
+    A key without a value counts as absent.
+    """
+
+    def __init__(self, *tables: tuple[str, Mapping[str, Any]]) -> None:
+        self.tables = tables
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        found = [table[key] for _, table in self.tables if table.get(key) is not None]
+        if not found:
+            raise KeyError(key)
+        return found[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({key for _, table in self.tables for key, value in table.items() if value is not None})
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def refuse_unread(self, *harmless: str) -> None:
+        """Raise ValueError for a key that no reader has asked for, unless it is known to change nothing."""
+        for where, table in self.tables:
+            for key, value in table.items():
+                is_off = value is None or (value is False and key in SWITCHES)
+                if not is_off and key not in self.read and key not in HARMLESS and key not in harmless:
+                    raise ValueError(f"{where}{key} is not supported: it may change what the head computes")
 
 
 @dataclass(frozen=True)
 class Names:
     """Tensor names of a layout."""
 
-    own: Mapping[str, str]
-    """Published names of the parameters that a decoder does not have."""
+    own: Mapping[str, str | tuple[str, ...]]
+    """Published names of the parameters that a decoder does not have: one, or several of equally many rows. `*` is the
+    number of a layer, or of a row that is stored by itself."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other published names, with the names that are written."""
     ignored: frozenset[str] = frozenset()
     """Other tensors, which are not parameters of the head."""
     layer: str = "layers.0."
     """Prefix of the first layer's tensors."""
+    drafted: frozenset[str] = frozenset()
+    """Parameters with a row per target token, of which only those of drafted tokens are stored."""
 
     def published(self, stored: str) -> str:
         name = stored.removeprefix("model.")
@@ -85,8 +157,14 @@ class Names:
 
     def pieces(self, c: DecoderConfig, name: str, value: Tensor) -> list[tuple[str, Tensor]]:
         """Returns the stored tensors of a parameter, each with its part of `value`."""
-        if name in self.own:
-            return [(self.own[name], value)]
+        _, number, inner = name.split(".", 2) if name.startswith("layers.") else ("", "", name)
+        own = self.own.get(f"layers.*.{inner}" if number else name)
+        if own is not None:
+            if "*" in own and not number:
+                return [(str(own).replace("*", str(i)), part) for i, part in enumerate(value)]
+            names = [own] if isinstance(own, str) else own
+            parts = value.split(len(value) // len(names))
+            return [(each.replace("*", number), part) for each, part in zip(names, parts, strict=True)]
         return [(self.published(stored), part) for stored, part in pieces(c, name, value, "hf")]
 
 
@@ -95,9 +173,9 @@ class HeadTensors(TensorFiles):
 
     dtypes: Mapping[str, torch.dtype] = {**PLAIN, "I8": torch.int8}
 
-    def __init__(self, folder: Path, names: Names) -> None:
+    def __init__(self, folder: Path, names: Names, num_drafted: int | None = None) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.num_drafted = names, num_drafted
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise ValueError(f"{WEIGHTS_FILE} is missing; weights in other files, such as pickles, are never opened")
@@ -119,14 +197,16 @@ class HeadTensors(TensorFiles):
         scales = {name + SCALE for name in expected if self.dtype(name) == torch.int8}
         if unknown := [name for name in self.entries if name not in expected | scales | self.names.ignored]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
-        dtype = self.dtype("fc.weight") if dtype == "auto" else dtype
+        dtype = self.dtype(str(self.names.own["fc.weight"])) if dtype == "auto" else dtype
         return read_weights(head, self, find, torch.float32 if dtype == torch.int8 else dtype, device)
 
     def pieces(self, c: DecoderConfig, name: str, value: Tensor) -> list[tuple[str, Tensor]]:
         """Returns the stored tensors of a parameter. Some writers stack them as we do."""
+        if self.num_drafted is not None and name in self.names.drafted:
+            value = value[: self.num_drafted]
         parts = self.names.pieces(c, name, value)
-        stacked = parts[0][0].replace("q_proj", "qkv_proj").replace("gate_proj", "gate_up_proj")
-        return [(stacked, value)] if len(parts) > 1 and stacked in self else parts
+        stacked = parts[0][0].replace(".q_proj", ".qkv_proj").replace("mlp.gate_proj", "mlp.gate_up_proj")
+        return [(stacked, value)] if stacked != parts[0][0] and stacked in self else parts
 
     def shape(self, name: str) -> tuple[int, ...]:
         shape = super().shape(name)
@@ -167,6 +247,14 @@ class HeadFormat(ABC, Generic[C, H]):
     make: Callable[[C], H]
     names: Names
 
+    def names_of(self, kind: str) -> Names:
+        """Returns the tensor names of a kind."""
+        return self.names
+
+    def num_drafted(self, config: C) -> int | None:
+        """Returns the number of drafted tokens, if only their rows of some tensors are stored."""
+        return None
+
     @abstractmethod
     def parse(self, raw: Mapping[str, Any]) -> C:
         """Reads the contents of config.json and checks every value."""
@@ -180,11 +268,18 @@ class HeadFormat(ABC, Generic[C, H]):
         """Returns the facts that heads of other formats do not have, and the name of the `format`."""
 
     def for_target(self, config: C, target: DecoderConfig) -> C:
-        """Adds what the head's files leave to the target."""
-        return config
+        """Adds what the head's files leave to the target.
 
-    def buffers(self, config: C, tensors: HeadTensors, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Reads the tensors that are not parameters."""
+        A normed tap of the last layer is one of the layer after it, as `DecoderStack.run` counts.
+        """
+        if config.last_tap != "normed":
+            return config
+        last = target.num_layers - 1
+        return replace(config, tap_layers=tuple(i + (i == last) for i in config.tap_layers))
+
+    def buffers(self, config: C, tensors: HeadTensors, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Reads the tensors that are not parameters, and returns parameters of `state` that are not as they were
+        stored."""
         return {}
 
     def buffer_tensors(self, head: H, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -222,9 +317,9 @@ class HeadFormat(ABC, Generic[C, H]):
             raise ValueError(f"{folder} does not name its tap layers; load it together with its target")
         head = on_meta(self.make, config)
         with errors_name(folder):
-            tensors = HeadTensors(folder, self.names)
+            tensors = HeadTensors(folder, self.names_of(str(kind_of(folder))), self.num_drafted(config))
             state = tensors.weights(head, dtype, device)
-            state |= self.buffers(config, tensors, state["fc.weight"].dtype)
+            state |= self.buffers(config, tensors, state)
         return filled(head, state, device)
 
     def save(self, head: H, folder: str | Path, dtype: torch.dtype = torch.bfloat16, card: str | None = None) -> None:
@@ -267,13 +362,43 @@ class HeadFormat(ABC, Generic[C, H]):
             problems.append(f"its vocabulary has {vocab_size} tokens, the target's has {target.vocab_size}")
         if head.num_target_layers not in (None, target.num_layers):
             problems.append(f"it was made for {head.num_target_layers} layers, the target has {target.num_layers}")
-        if outside := [i for i in head.tap_layers if not 0 <= i < target.num_layers]:
+        last = target.num_layers - 1
+        if last in head.tap_layers and head.last_tap is None:
+            problems.append(f"it taps layer {last}, the last one; its config must say last_tap raw or normed")
+        end = target.num_layers + (head.last_tap == "normed")
+        if outside := [i for i in head.tap_layers if not 0 <= i < end]:
             problems.append(f"it taps layer {outside[0]}, the target has layers 0 to {target.num_layers - 1}")
         return problems
 
 
 def refusal(path: Path, kind: str) -> str:
-    return f"{path} is a head of kind {kind}, which is not supported here; use a JetSpec or DFlash head"
+    return f"{path} is a head of kind {kind}, which is not supported; `jetspec heads` lists those that are"
+
+
+def read_last_tap(keys: HeadKeys) -> LastTap | None:
+    value = keys.get("last_tap")
+    if value not in (None, "raw", "normed"):
+        raise ValueError(f"last_tap is {value!r}; it must be raw or normed")
+    return value
+
+
+def read_vocabulary(tensors: HeadTensors, size: int, vocab_size: int) -> Tensor:
+    """Returns the target's token for each of the head's. `d2t` holds the differences, `t2d` a flag per target token."""
+    if "d2t" not in tensors:
+        if size != vocab_size:
+            raise ValueError(f"tensor d2t is missing: it maps the {size} drafted tokens to {vocab_size} of the target")
+        return torch.arange(size)
+    added = tensors.exactly("d2t", (size,))
+    if added.is_floating_point() or added.dtype == torch.bool:
+        raise ValueError(f"tensor d2t is stored as {added.dtype}; it must hold whole numbers")
+    token = torch.arange(size) + added.long()
+    if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
+        raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
+    if "t2d" in tensors:
+        taken = tensors.exactly("t2d", (vocab_size,)).bool()
+        if not torch.equal(taken.nonzero()[:, 0], token.sort().values):
+            raise ValueError("tensors d2t and t2d contradict each other")
+    return token
 
 
 def published_tensors(head: DecoderStack, names: Names, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -3,71 +3,162 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from jetspec.config import MAX_DEPTH
+from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
-from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
-from jetspec.models.head_folder import HeadFormat, Names, TargetShape, agreed, layer_fields, table
+from jetspec.models.families import MAX_LAYERS, MAX_VOCAB, Fields, config_from_hf
+from jetspec.models.head_folder import (
+    HeadFormat,
+    HeadKeys,
+    HeadTensors,
+    Names,
+    TargetShape,
+    agreed,
+    kind_of_config,
+    layer_fields,
+    read_last_tap,
+    read_vocabulary,
+    table,
+)
 from jetspec.models.hub import DEFAULT_MODEL, shipped_head
+from jetspec.models.path_terms import PathConfig
 
 MAX_BLOCK = 1 + MAX_DEPTH
-# Spellings of two flags, inside dflash_config and beside it.
-CAUSAL = ("dflash_config.causal_head", "dflash_config.causal", "is_causal")
-SHIFTED = (
-    *("dflash_config.shift_label", "dflash_config.draft_shift", "dflash_config.sample_from_anchor"),
-    *("shift_label", "draft_shift", "sample_from_anchor"),
-)
+CAUSAL = ("causal_head", "causal", "is_causal")
+SHIFTED = ("shift_label", "draft_shift", "sample_from_anchor")
+"""Spellings of two flags."""
 
-NAMES = Names(
-    own={
-        "fc.weight": "fc.weight",
-        "hidden_norm.weight": "hidden_norm.weight",
-        "adapter.weight": "hidden_dim_adapter.proj.weight",
-        "edge.predecessor": "edge.predecessor.weight",
-        "edge.successor": "edge.successor.weight",
-        "edge.gate.weight": "edge.gate.weight",
+OWN: dict[str, str | tuple[str, ...]] = {
+    "fc.weight": "fc.weight",
+    "hidden_norm.weight": "hidden_norm.weight",
+    "adapter.weight": "hidden_dim_adapter.proj.weight",
+    "edge.predecessor": "edge.predecessor.weight",
+    "edge.successor": "edge.successor.weight",
+    "edge.gate.weight": "edge.gate.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+MARKOV: dict[str, str | tuple[str, ...]] = {
+    **{f"{term}.predecessor": "markov_head.markov_w1.weight" for term in ("edge", "path")},
+    **{f"{term}.successor": "markov_head.markov_w2.weight" for term in ("edge", "path")},
+    **{f"path.gate.{leaf}": f"markov_head.gate_proj.{leaf}" for leaf in ("weight", "bias")},
+    **{f"path.joint.{leaf}": f"markov_head.joint_proj.{leaf}" for leaf in ("weight", "bias")},
+    **{f"confidence.{leaf}": f"confidence_head.proj.{leaf}" for leaf in ("weight", "bias")},
+}
+SELECTOR: dict[str, str | tuple[str, ...]] = {
+    "edge.predecessor": "candidate_selector.predecessor_codebook",
+    "edge.successor": "candidate_selector.successor_codebook",
+    "edge.gate.weight": "candidate_selector.hidden_projection.weight",
+    **{
+        f"layers.*.{conv}_conv.{leaf}": f"layers.*.{conv}_conv.{leaf}"
+        for conv in ("attention", "mlp")
+        for leaf in ("base_kernel", "kernel_projection.weight")
     },
-    aliases={"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"},
-    # Copies of the target's matrices, which some writers add.
-    ignored=frozenset({"embed_tokens.weight", "lm_head.weight"}),
+}
+DOMINO: dict[str, str | tuple[str, ...]] = {
+    "path.input.weight": "prefix_gru.weight_ih_l0",
+    "path.recurrent.weight": "prefix_gru.weight_hh_l0",
+    "path.project.weight": "embed_proj.0.weight",
+    "path.successor": "embed_proj.2.weight",
+}
+REFINER: dict[str, str | tuple[str, ...]] = {
+    "path.predecessor": "refiner_head.token_embed.weight",
+    "path.own.weight": "refiner_head.down_h.weight",
+    "path.mean.weight": "refiner_head.down_g.weight",
+    "path.input.weight": "refiner_head.in_proj.weight",
+    "path.mix": "refiner_head.mix_l",
+    "path.gate_up.weight": ("refiner_head.mlp_gate.weight", "refiner_head.mlp_up.weight"),
+    "path.down.weight": "refiner_head.mlp_down.weight",
+    "path.successor": "refiner_head.readout.weight",
+}
+CORRECTION: dict[str, str | tuple[str, ...]] = {
+    "fc.weight": "context_proj.weight",
+    "hidden_norm.weight": "context_norm.weight",
+    "norm.weight": "final_norm.weight",
+    "tap_weights": "layer_fusion_weights",
+    "path.hidden_norm.weight": "hidden_correction.hidden_norm.weight",
+    "path.embed_norm.weight": "hidden_correction.embed_norm.weight",
+    "path.gate_up.weight": ("hidden_correction.gate_proj.weight", "hidden_correction.up_proj.weight"),
+    "path.down.weight": "hidden_correction.down_proj.weight",
+}
+NAMES = Names(
+    own=OWN,
+    aliases={
+        "encoder.fc.weight": "fc.weight",
+        "encoder.output_norm_enc.weight": "hidden_norm.weight",
+        # Early files of SpecForge.
+        **{f"logit_head.{name}": name for own in (MARKOV, DOMINO) for name in own.values() if isinstance(name, str)},
+    },
+    # Copies of the target's embedding, lm_head and last norm, which some writers add, and the maps of a reduced
+    # vocabulary, which are read apart.
+    ignored=frozenset(
+        {"embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight", "d2t", "t2d"}
+    ),
+    drafted=frozenset({"edge.successor", "path.successor"}),
 )
+KINDS: dict[str, Names] = {
+    "DFlash": NAMES,
+    "DSpark": replace(NAMES, own=OWN | MARKOV),
+    "SpecForge DSpark": replace(NAMES, own=OWN | MARKOV),
+    "Domino": replace(NAMES, own=OWN | DOMINO),
+    "DFlash2": replace(NAMES, own=OWN | SELECTOR),
+    "DFly": replace(NAMES, own=OWN | CORRECTION),
+    "speculators (dflash)": NAMES,
+    "speculators (dspark)": replace(NAMES, own=OWN | MARKOV),
+    "speculators (dflash2)": replace(NAMES, own=OWN | SELECTOR),
+    "speculators (xpress)": replace(NAMES, own=OWN | REFINER),
+}
+"""Kinds of heads that draft a block in one pass, with their tensor names."""
 
 
 class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
-    """The published JetSpec and DFlash layout, with our edge term."""
+    """All layouts of heads that draft a block in one pass. Writes the JetSpec and DFlash layout, with our edge term."""
 
-    kinds = ("DFlash",)
+    kinds = tuple(KINDS)
     make = DraftHead
     names = NAMES
 
+    def names_of(self, kind: str) -> Names:
+        return KINDS[kind]
+
+    def num_drafted(self, config: HeadConfig) -> int | None:
+        return config.draft_vocab_size
+
     def parse(self, raw: Mapping[str, Any]) -> HeadConfig:
-        own = table(raw, "dflash_config")
-        if unknown := [key for key in ("use_swa", "attention_sink_bias") if own.get(key)]:
-            raise ValueError(f"dflash_config.{unknown[0]} is not supported")
-        layers, outer, inner = _layers_config(raw), Fields(raw), Fields(own)
-        num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
-        target_hidden_size = inner.size("target_hidden_size", layers.hidden_size)
-        causal, edge = _flag(raw, CAUSAL), None
-        if own.get("edge") is not None:
-            c = Fields(table(own, "edge"))
-            edge = EdgeConfig(c.size("rank"), c.flag("gate", True), c.real("gate_bias", -1e6, 1e6, 1.0))
-        return HeadConfig(
-            layers=layers,
-            tap_layers=_tap_layers(own, layers.num_layers, num_target_layers),
-            mask_token=inner.integer("mask_token_id", 0, layers.vocab_size - 1),
-            block_size=(outer if "block_size" in raw else inner).integer("block_size", 2, MAX_BLOCK),
-            causal=bool(causal),
-            causal_windows=causal is None and any(layers.windows),
-            shifted=bool(_flag(raw, SHIFTED)),
-            target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
-            num_target_layers=num_target_layers,
-            edge=edge,
-        )
+        kind = kind_of_config(raw)
+        assert kind is not None
+        # Own keys are read from the table of their own first, as the authors do.
+        own = [("dflash_config.", table(raw, "dflash_config"))] if kind not in ("DSpark", "DFly") else []
+        keys = HeadKeys(*own, ("", raw))
+        inner, read = keys, _read_published
+        if kind.startswith("speculators"):
+            inner = HeadKeys(("transformer_layer_config.", table(raw, "transformer_layer_config")))
+            read = _read_speculators
+        layers = _layers_config(inner)
+        config = _with_terms(kind, keys, read(kind, keys, layers))
+        for each in (keys, inner):
+            each.refuse_unread("projector_type", "tie_word_embeddings")
+        narrow = [w for w, causal in zip(layers.windows, config.causal_layers, strict=False) if w and not causal]
+        if narrow and min(narrow) < config.block_size:
+            raise ValueError(f"sliding_window {min(narrow)} is smaller than the block of {config.block_size} slots")
+        return config
+
+    def buffers(self, config: HeadConfig, tensors: HeadTensors, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        size, vocab_size = config.draft_vocab_size, config.layers.vocab_size
+        if size is None:
+            return {}
+        token_of = read_vocabulary(tensors, size, vocab_size)
+        full = {
+            name: torch.zeros_like(state[name]).index_copy_(0, token_of.to(state[name].device), state[name][:size])
+            for name in tensors.names.drafted & state.keys()
+        }
+        return {"token_of": token_of, **full}
 
     def write_config(self, config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the contents of config.json, with the causal flag in all spellings that other readers know.
@@ -84,8 +175,10 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
             own["target_hidden_size"] = config.target_hidden_size
         if config.shifted:
             own["shift_label"] = True
+        if config.last_tap is not None or (config.num_target_layers or 0) - 1 in config.tap_layers:
+            own["last_tap"] = config.last_tap or "raw"
         if config.edge is not None:
-            own["edge"] = asdict(config.edge)
+            own["edge"] = {key: value for key, value in asdict(config.edge).items() if value is not None}
         out: dict[str, Any] = {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -125,32 +218,149 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
         return problems
 
 
-def _layers_config(raw: Mapping[str, Any]) -> DecoderConfig:
+def _layers_config(keys: HeadKeys) -> DecoderConfig:
     """Reads the layers as Qwen3's, whatever the model type. `layer_types` decides which ones have a window."""
-    if "rope_theta" not in {**raw, **table(raw, "rope_parameters")}:
+    rope = keys.get("rope_parameters") or {}
+    if keys.get("rope_theta") is None and (not isinstance(rope, Mapping) or rope.get("rope_theta") is None):
         raise ValueError("rope_theta is missing; a guess would only lower the acceptance")
     changes: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
-    if isinstance(kinds := raw.get("layer_types"), list):
+    if isinstance(kinds := keys.get("layer_types"), list):
         changes["use_sliding_window"] = is_windowed = any(kind != "full_attention" for kind in kinds)
-        changes["sliding_window"] = Fields(raw).size("sliding_window") if is_windowed else None
-    return config_from_hf({**raw, **changes})
+        changes["sliding_window"] = Fields(keys).size("sliding_window") if is_windowed else None
+    merged = HeadKeys(("", changes), *keys.tables)
+    layers = config_from_hf(merged)
+    keys.read |= {"model_type", *merged.read}
+    return layers
 
 
-def _tap_layers(own: Mapping[str, Any], num_layers: int, num_target_layers: int | None) -> tuple[int, ...]:
-    ids = own.get("target_layer_ids")
+def _read_published(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadConfig:
+    """Reads the layouts of authors: layers are counted by their outputs, from 0."""
+    c, is_anchor_first = Fields(keys), "DSpark" in kind
+    for key in ("rope_is_neox_style", "is_neox_style"):
+        if not c.flag(key, True):
+            raise ValueError(f"{key} false is not supported")
+    if c.size("swa_window_size", window := next((w for w in layers.windows if w), 1)) != window or c.flag("use_swa"):
+        raise ValueError("swa_window_size and use_swa are not supported")
+    num_target_layers = c.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+    tap_layers = _tap_layers(keys, "target_layer_ids", 0, layers.num_layers, num_target_layers)
+    if kind == "DFly":  # there the key counts the taps
+        num_target_layers = None
+    target_hidden_size = c.size("target_hidden_size", layers.hidden_size)
+    causal, shifted = _flag(keys, CAUSAL), _flag(keys, SHIFTED)
+    scales = {key: c.real(key, 0, 1e6) for key in ("output_multiplier", "logit_scale") if keys.get(key) is not None}
+    return HeadConfig(
+        layers=layers,
+        tap_layers=tap_layers,
+        mask_token=c.integer("mask_token_id", 0, layers.vocab_size - 1),
+        block_size=c.integer("block_size", 2, MAX_BLOCK, 16),
+        causal=bool(causal),
+        causal_windows=causal is None and any(layers.windows),
+        shifted=is_anchor_first if shifted is None else shifted,
+        target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
+        num_target_layers=num_target_layers,
+        embedding_scale=c.real("input_embedding_scale", 0, 1e6, 1.0),
+        output_scale=agreed(scales) or 1.0,
+        softcap=c.real("final_logit_softcapping", 0, 1e6, 0.0) or None,
+        draft_vocab_size=_draft_vocab_size(c, layers),
+        last_tap=read_last_tap(keys),
+    )
+
+
+def _read_speculators(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadConfig:
+    """Reads the layouts of speculators: the embedding counts as layer 0, layers without a window are never causal."""
+    c = Fields(keys)
+    if c.size("target_hidden_size", layers.hidden_size) != layers.hidden_size:
+        raise ValueError("target_hidden_size differs from the head's hidden_size; that is not supported")
+    is_open = c.flag("sliding_window_non_causal", "dflash2" in kind)
+    return HeadConfig(
+        layers=layers,
+        tap_layers=_tap_layers(keys, "aux_hidden_state_layer_ids", 1, layers.num_layers, None),
+        mask_token=c.integer("mask_token_id", 0, layers.vocab_size - 1),
+        block_size=c.integer("block_size", 2, MAX_BLOCK, 8),
+        causal=False,
+        causal_windows=any(layers.windows) and not is_open,
+        shifted=c.flag("sample_from_anchor", "dspark" in kind),
+        draft_vocab_size=_draft_vocab_size(c, layers, default=32_000),
+        last_tap=read_last_tap(keys),
+    )
+
+
+def _with_terms(kind: str, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
+    """Reads what the kinds add to the backbone."""
+    c = Fields(keys)
+    if (edge := keys.get("edge")) is not None:
+        e = Fields(HeadKeys(("dflash_config.edge.", table({"edge": edge}, "edge"))))
+        count = e.integer("candidates", 0, MAX_VOCAB, 0) or None
+        term = EdgeConfig(e.size("rank"), e.flag("gate", True), e.real("gate_bias", -1e6, 1e6, 1.0), count)
+        return replace(config, edge=term)
+    if "DSpark" in kind or "dspark" in kind:
+        return _with_markov(c, keys, config)
+    if kind == "Domino":
+        rank, inner = c.size("emb_dim"), c.size("gru_hidden_dim")
+        first = 1 + c.integer("pure_draft_prefix_len", 0, MAX_BLOCK, 0)
+        return replace(config, path=PathConfig("gru", rank, inner, first))
+    if "DFlash2" in kind or "dflash2" in kind:
+        edge_config = EdgeConfig(c.size("selector_rank", 256), True, 0.0, c.size("selector_top_k", 16))
+        conv = ConvConfig(c.size("conv_kernel_size", 2), c.size("conv_group_size", 16))
+        return replace(config, edge=edge_config, conv=conv)
+    if "xpress" in kind:
+        rank = c.size("xpress_rank", 256)
+        return replace(config, path=PathConfig("mixed", rank, rank * c.size("xpress_mlp_ratio", 2)))
+    if kind == "DFly":
+        if not c.flag("enable_hidden_correction"):
+            return replace(config, fused_taps=True)
+        size = config.layers.hidden_size
+        inner = c.size("hidden_correction_intermediate_size", size)
+        return replace(config, fused_taps=True, path=PathConfig("corrected", size, inner))
+    return config
+
+
+def _with_markov(c: Fields, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
+    """Reads the Markov and confidence heads of DSpark."""
+    rank, kind = c.integer("markov_rank", 0, MAX_VOCAB, 0), keys.get("markov_head_type", "vanilla")
+    if rank and kind not in ("vanilla", "gated", "rnn"):
+        raise ValueError(f"markov_head_type {kind!r} is not supported; choose one of vanilla, gated, rnn")
+    if rank and kind == "vanilla":
+        config = replace(config, edge=EdgeConfig(rank, gate=False, gate_bias=1.0))
+    elif rank:
+        config = replace(config, path=PathConfig("gated" if kind == "gated" else "recurrent", rank))
+    with_parent = c.flag("confidence_head_with_markov", bool(rank))
+    if c.flag("enable_confidence_head"):
+        if with_parent and not rank:
+            raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
+        config = replace(config, confidence="state_and_parent" if with_parent else "state")
+    return config
+
+
+def _draft_vocab_size(c: Fields, layers: DecoderConfig, default: int | None = None) -> int | None:
+    size = c.integer("draft_vocab_size", 1, layers.vocab_size, default or layers.vocab_size)
+    return None if size == layers.vocab_size else size
+
+
+def _tap_layers(
+    keys: HeadKeys, key: str, first: int, num_layers: int, num_target_layers: int | None
+) -> tuple[int, ...]:
+    """Returns the tapped layers, which are counted from `first`."""
+    ids = keys.get(key)
     if ids is None and num_target_layers is None:
-        raise ValueError("dflash_config.target_layer_ids is missing, and so is num_target_layers")
+        raise ValueError(f"{key} is missing" + ("" if first else ", and so is num_target_layers"))
     if ids is None:
         return default_tap_layers(num_layers, num_target_layers or 0)
     if not isinstance(ids, list) or not 1 <= len(ids) <= MAX_LAYERS:
-        raise ValueError("dflash_config.target_layer_ids is not a list of layers")
-    return tuple(Fields({"target_layer_ids": i}).integer("target_layer_ids", 0, MAX_LAYERS) for i in ids)
+        raise ValueError(f"{key} is not a list of layers")
+    return tuple(Fields({key: i}).integer(key, first, MAX_LAYERS) - first for i in ids)
 
 
-def _flag(raw: Mapping[str, Any], spellings: tuple[str, ...]) -> bool | None:
+def _flag(keys: HeadKeys, spellings: tuple[str, ...]) -> bool | None:
     """Returns the value of a flag in any of its spellings; None if there is none."""
-    flat = {**raw, **{f"dflash_config.{key}": value for key, value in table(raw, "dflash_config").items()}}
-    return agreed({key: Fields(flat).flag(key) for key in spellings if flat.get(key) is not None})
+    return agreed(
+        {
+            f"{where}{key}": Fields(values).flag(key)
+            for where, values in keys.tables
+            for key in spellings
+            if keys.get(key) is not None and values.get(key) is not None
+        }
+    )
 
 
 BLOCK = BlockFormat()

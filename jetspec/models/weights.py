@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -80,11 +80,21 @@ def open_model(path: Path) -> OpenModel:
     with errors_name(path):
         if path.is_dir():
             raw = read_json(path / CONFIG_FILE)
-            return OpenModel(config_from_hf(raw), SafetensorsFolder(path), dtype_from_hf(raw))
+            config, tensors = config_from_hf(raw), SafetensorsFolder(path)
+            if config.tied_embedding and _has_own_lm_head(tensors):
+                config = replace(config, tied_embedding=False)
+            return OpenModel(config, tensors, dtype_from_hf(raw))
         if path.suffix in PICKLES:
             raise ValueError("pickle files can run code and are never opened; use safetensors or GGUF")
         file = GGUFFile(path)
         return OpenModel(config_from_gguf(file), file, torch.bfloat16)
+
+
+def _has_own_lm_head(tensors: SafetensorsFolder) -> bool:
+    """Returns true if an output matrix is stored that differs from the embedding: transformers then uses it, whatever
+    `tie_word_embeddings` says."""
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    return all(name in tensors for name in names) and not torch.equal(*map(tensors.tensor, names))
 
 
 def load_decoder(model: OpenModel, dtype: DType = "auto", device: torch.device | str = "cpu") -> Decoder:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +29,8 @@ def build_tree(anchor_B: Tensor, candidates: Candidates, config: TreeConfig, dep
     the nodes whose *parents* have the highest score. Nodes are in the order in which best-first search adds them, so
     in either case a smaller budget gives a prefix of the larger tree.
     """
-    if config.budget == 1:
-        return _build_by_level(anchor_B, candidates, config, depth)  # the anchor alone
+    if config.budget == 1 or candidates.by_level:  # the anchor alone, or terms that no kernel computes
+        return _build_by_level(anchor_B, candidates, config, depth)
     if config.score != "accum_logp" and candidates.entropy_BD is None:
         raise ValueError(f"score {config.score!r} needs entropies, which this drafter lacks; use accum_logp")
     # The kernel ranks a shortlist for every possible parent; a long one is faster ranked for the actual parents.
@@ -47,7 +47,8 @@ def _build_by_level(anchor_B: Tensor, candidates: Candidates, config: TreeConfig
     """
     max_depth = min(depth, config.budget - 1)
     zero_B1 = torch.zeros_like(anchor_B)[:, None]
-    levels = [_Level(anchor_B[:, None], zero_B1, zero_B1.float(), zero_B1.float())]
+    root_B1S = None if candidates.path is None else candidates.path.root_B1S
+    levels = [_Level(anchor_B[:, None], zero_B1, zero_B1.float(), zero_B1.float(), root_B1S)]
     first = 0  # index of the level's first node among those of all levels
     for d in range(1, max_depth + 1):
         parents = levels[-1]
@@ -65,17 +66,23 @@ class _Level:
     """Index of the parent among the nodes of all levels."""
     score_BW: Tensor
     merit_BW: Tensor
+    state_BWS: Tensor | None = None
+    """States that the nodes inherit from their parents, for terms of paths."""
 
 
 def _next_level(parents: _Level, first: int, candidates: Candidates, config: TreeConfig, depth: int) -> _Level:
     """Return the best children. Laid out by parent, then rank: a stable sort by merit keeps the node order."""
-    token_BWK, logprob_BWK = candidates.children(depth, parents.token_BW, config.width)
+    token_BWK, logprob_BWK, state_BWS = candidates.expand(depth, parents.token_BW, config.width, parents.state_BWS)
     above_BW1 = parents.score_BW[..., None]
     score_BWK = above_BW1 + _increment(logprob_BWK, candidates.entropy_BD, config, depth)
     merit_BWK = score_BWK
     if config.expand == "paper":
         merit_BWK = torch.where(score_BWK > -torch.inf, above_BW1, score_BWK)
-    return _rank(token_BWK, score_BWK, merit_BWK, first, config.budget - depth)
+    level = _rank(token_BWK, score_BWK, merit_BWK, first, config.budget - depth)
+    if state_BWS is None:
+        return level
+    parent_BW1 = (level.parent_BW - first)[..., None]
+    return replace(level, state_BWS=state_BWS.gather(1, parent_BW1.expand(-1, -1, state_BWS.shape[-1])))
 
 
 def _rank(token_BWK: Tensor, score_BWK: Tensor, merit_BWK: Tensor, first: int, count: int) -> _Level:

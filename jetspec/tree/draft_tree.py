@@ -3,13 +3,13 @@ and the accepted path."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from jetspec.types import EdgeFactors
+from jetspec.types import EdgeFactors, PathTerm
 
 WORD = 32
 """Bits per word of an ancestor mask."""
@@ -166,6 +166,16 @@ class Candidates:
     logprob_BDC: Tensor
     entropy_BD: Tensor | None = None
     edge: EdgeFactors | None = None
+    path: PathTerm | None = None
+    """In place of an edge term."""
+    survival: Callable[[int, Tensor], Tensor] | None = None
+    """Maps the depth of children and the tokens (B, W) of their parents to the log-probability (B, W) that any child
+    is accepted."""
+
+    @property
+    def by_level(self) -> bool:
+        """The children of a node depend on more than its depth and token, or on terms that no kernel computes."""
+        return self.path is not None or self.survival is not None
 
     def children(self, depth: int, parent_BW: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Return the K = min(width, C) best tokens at `depth` for each parent token: token_BWK, logprob_BWK.
@@ -173,16 +183,36 @@ class Candidates:
         Without edges all parents share one list. With edges each parent re-ranks the shortlist, which keeps its mass:
         log q(c|y) = z_c - logsumexp(z) + logsumexp(logprob) with z = logprob + edge, summed over the shortlist.
         """
+        return self.expand(depth, parent_BW, width, None)[:2]
+
+    def expand(
+        self, depth: int, parent_BW: Tensor, width: int, state_BWS: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return `children`, and the states that they inherit, from those of their parents. None: there are none."""
         token_BC, logprob_BC = self.token_BDC[:, depth - 1], self.logprob_BDC[:, depth - 1]
         num_parents = parent_BW.shape[1]
         token_BWC = token_BC[:, None].expand(-1, num_parents, -1)
         logprob_BWC = logprob_BC[:, None].expand(-1, num_parents, -1)
-        if self.edge is None:
-            return token_BWC[..., :width], logprob_BWC[..., :width]
+        term_BWC = None
+        if self.path is not None:
+            assert state_BWS is not None
+            vector_BWR, state_BWS = self.path.step(depth, parent_BW, state_BWS)
+            term_BWC = vector_BWR.float() @ self.path.rows(token_BC).float().mT
+        elif self.edge is not None:
+            term_BWC = self.edge.score(depth, parent_BW, token_BC)
+        if term_BWC is not None:
+            token_BWC, logprob_BWC = _reranked(token_BWC, logprob_BWC, logprob_BWC + term_BWC)
+        if self.survival is not None:
+            logprob_BWC = logprob_BWC + self.survival(depth, parent_BW)[..., None]
+        return token_BWC[..., :width], logprob_BWC[..., :width], state_BWS
 
-        z_BWC = logprob_BWC + self.edge.score(depth, parent_BW, token_BC)
-        # One call for both sums: equal rows give equal bits, so an edge of 0 changes nothing. The clamp keeps a depth
-        # without candidates at -inf instead of NaN.
-        mass_2BW = torch.stack((logprob_BWC, z_BWC)).logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
-        ranked_BWC, order_BWC = (z_BWC - (mass_2BW[1] - mass_2BW[0])[..., None]).sort(descending=True, stable=True)
-        return token_BWC.gather(-1, order_BWC[..., :width]), ranked_BWC[..., :width]
+
+def _reranked(token_BWC: Tensor, logprob_BWC: Tensor, z_BWC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens and log-probabilities by falling logits z, scaled to the mass of `logprob_BWC`.
+
+    One call for both sums: equal rows give equal bits, so a term of 0 changes nothing. The clamp keeps a depth without
+    candidates at -inf instead of NaN.
+    """
+    mass_2BW = torch.stack((logprob_BWC, z_BWC)).logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
+    logprob_BWC, order_BWC = (z_BWC - (mass_2BW[1] - mass_2BW[0])[..., None]).sort(descending=True, stable=True)
+    return token_BWC.gather(-1, order_BWC), logprob_BWC

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.engine import Engine
@@ -61,4 +62,16 @@ def test_eagle3_trees_match_the_definition(tree: TreeConfig, draft_vocab: int | 
     head = tiny_eagle3(TARGET, draft_vocab=draft_vocab, norm_before_residual=norm_first)
     engine = make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2, prefill_chunk=3))
     seen = rounds(engine, PROMPTS, 4)
+    assert wrong_trees(head, TARGET, tree, seen) == 0, seen[0][1]
+
+
+@pytest.mark.parametrize("flag", ["norm_taps", "norm_each_tap", "norm_output", "five taps"])
+def test_variants_of_eagle3_match_the_definition(flag: str) -> None:
+    changes = {"tap_layers": (0, 0, 1, 1, 0)} if flag == "five taps" else {flag: True}
+    head, generator = tiny_eagle3(TARGET, **changes), torch.Generator().manual_seed(1)
+    for norm in (head.norm.weight, head.fc_norm, getattr(head.input_norm, "weight", None)):
+        if norm is not None:
+            norm.uniform_(0.5, 1.5, generator=generator)
+    tree = TreeConfig(budget=20, width=2, depth=4)
+    seen = rounds(make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2)), PROMPTS, 4)
     assert wrong_trees(head, TARGET, tree, seen) == 0, seen[0][1]

@@ -11,7 +11,7 @@ from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
-VOCAB, HIDDEN, WINDOW = 37, 16, 3
+VOCAB, HIDDEN, WINDOW = 37, 16, 5
 
 LAYERS = DecoderConfig(
     family="qwen3",
@@ -63,6 +63,9 @@ class Embedder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.matrix.T
+
+    def output_rows(self, token: Tensor) -> Tensor:
+        return self.matrix[token]
 
 
 class HeadPages:

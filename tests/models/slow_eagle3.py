@@ -14,7 +14,14 @@ def features(head: Eagle3Head, target: Decoder, tokens: list[int]) -> list[Tenso
     """Returns f_p for every position of a text."""
     _, tap = run_decoder(target, tokens, head.head_config.tap_layers)
     assert tap is not None
-    return list(tap @ head.fc.weight.T)
+    eps, made = head.config.norm_eps, []
+    for row in tap:
+        if head.input_norm is not None:
+            row = norm(row, head.input_norm.weight, eps)
+        if head.fc_norm is not None:
+            row = torch.cat([norm(x, w, eps) for x, w in zip(row.chunk(len(head.fc_norm)), head.fc_norm, strict=True)])
+        made.append(head.fc.weight @ row)
+    return made
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,7 +65,8 @@ class Text:
             heads
         )
         gate, up = (layer.mlp.gate_up.weight @ norm(out, layer.post_norm.weight, c.norm_eps)).chunk(2)  # type: ignore[union-attr]
-        return out + layer.mlp.down.weight @ (torch.nn.functional.silu(gate) * up)  # type: ignore[union-attr]
+        out = out + layer.mlp.down.weight @ (torch.nn.functional.silu(gate) * up)  # type: ignore[union-attr]
+        return norm(out, self.head.norm.weight, c.norm_eps) if self.head.head_config.norm_output else out
 
 
 def state_after(head: Eagle3Head, target: Decoder, tokens: list[int], path: list[int]) -> Tensor:
@@ -68,7 +76,7 @@ def state_after(head: Eagle3Head, target: Decoder, tokens: list[int], path: list
         hidden = text.add(tokens[p], feature[p - 1])
     for token in path:
         hidden = text.add(token, hidden)
-    return norm(hidden, head.norm.weight, head.config.norm_eps)
+    return hidden if head.head_config.norm_output else norm(hidden, head.norm.weight, head.config.norm_eps)
 
 
 def logprobs_after(

@@ -101,7 +101,8 @@ def test_saved_layout_is_the_published_one(folder: Path) -> None:
 
 def test_speculators_layout_is_equal(folder: Path) -> None:
     raw = json.loads((folder / "config.json").read_text())
-    outer = ("draft_vocab_size", "norm_before_residual", "num_target_layers", "eagle_aux_hidden_state_layer_ids")
+    switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    outer = (*switches, "draft_vocab_size", "num_target_layers", "eagle_aux_hidden_state_layer_ids")
     config: Json = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
     config |= {"transformer_layer_config": without(raw, *outer, "eagle_config", "architectures")}
     (folder / "config.json").write_text(json.dumps(config | {key: raw[key] for key in outer}))
@@ -124,8 +125,11 @@ def test_default_tap_layers_are_the_published_ones(folder: Path) -> None:
 CONFIG_DAMAGE: dict[str, Json] = {
     "num_hidden_layers": {"num_hidden_layers": 2},
     "eagle_aux_hidden_state_layer_ids": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
-    "does not name 3 layers": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
-    "norm_before_fc": {"norm_before_fc": True},
+    "contradictory": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
+    "input_norm.weight": {"norm_before_fc": True},
+    "fc_norm.0.weight": {"fc_norm": True},
+    "parallel_drafting": {"parallel_drafting": True},
+    "an_unknown_key": {"an_unknown_key": 1},
     "draft_vocab_size": {"draft_vocab_size": 41},
     "fc.weight": {"target_hidden_size": 20},
 }
@@ -170,7 +174,7 @@ def test_block_head_loader_refuses_eagle3(folder: Path) -> None:
 def test_llm_runs_an_eagle3_folder(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     layer = DecoderConfig("llama", VOCAB, 32, 1, 4, 2, 8, 64, max_len=256)
-    EAGLE3.save(random_eagle3(Eagle3Config(layer, (0, 0, 1), 100)), tmp_path / "head")
+    EAGLE3.save(random_eagle3(Eagle3Config(layer, (0, 0, 1), 100, last_tap="raw")), tmp_path / "head")
     assert fits(describe(model), describe(tmp_path / "head")) == []
     llm = LLM(model, tmp_path / "head", device="cpu")
     assert llm.drafter == "head" and isinstance(llm.head, Eagle3Head)

@@ -14,11 +14,13 @@ from typer.testing import CliRunner
 
 from jetspec.commands.app import app
 from jetspec.models.decoder import RopeConfig
-from jetspec.models.draft_head import HeadConfig
-from jetspec.models.export import ENGINES, Engine, check_export, export_head, without_edge
+from jetspec.models.draft_head import EdgeConfig, HeadConfig
+from jetspec.models.export import ENGINES, Engine, chain_head, chain_kind, check_export, export_head
 from jetspec.models.head_format import load_head, save_head
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
+from tests.models.peers import TAPS, Peer
 from tests.models.test_head_format import Json, edit_config
+from tests.models.test_published_heads import assert_equal_to
 
 REFUSED = {"shifted": "slots", "adapter": "adapts"}
 YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)
@@ -31,18 +33,52 @@ each_head = pytest.mark.parametrize("name", HEADS)
 @each_head
 def test_exported_head_is_read_back_or_refused(engine: Engine, name: str, tmp_path: Path) -> None:
     head, folder = random_head(HEADS[name]), tmp_path / "head"
-    why = REFUSED.get(name) or ("causal" if (engine, name) == ("speculators", "windowed_mixed") else None)
+    config = HEADS[name]
+    is_causal = engine == "speculators" and (config.causal or config.causal_windows)
+    why = REFUSED.get(name) or ("causal" if is_causal else None)
     if why:
         with pytest.raises(ValueError, match=why):
             export_head(head, folder, engine, torch.float32, "owner/target")
         assert not folder.exists()
         return
     export_head(head, folder, engine, torch.float32, "owner/target")
-    check_export(folder, engine, head.head_config)
-    if engine != "speculators":  # whose layout is not that of a head
-        again = load_head(folder)
-        assert again.head_config == without_edge(head).head_config
-        assert all(torch.equal(a, b) for a, b in zip(again.parameters(), without_edge(head).parameters(), strict=True))
+    chain = chain_head(head, chain_kind(config, engine))
+    check_export(folder, engine, chain.head_config)
+    again = load_head(folder)
+    assert again.state_dict().keys() == chain.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), chain.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize(
+    ("edge", "kind"),
+    [
+        (None, "dflash"),
+        (EdgeConfig(rank=6, gate=False, gate_bias=0.5), "dspark"),
+        (EdgeConfig(rank=6, gate_bias=0.0), "dflash2"),
+    ],
+)
+def test_speculators_own_module_computes_the_same(
+    edge: EdgeConfig | None, kind: str, shifted: bool, tmp_path: Path
+) -> None:
+    config = replace(CAUSAL, causal=False, edge=edge, shifted=shifted, tap_layers=TAPS)
+    if shifted and kind != "dspark":
+        return
+    head = random_head(config)
+    export_head(head, tmp_path, "speculators", torch.float32, "owner/target")
+    peer = Peer.load(kind, tmp_path)
+    assert_equal_to(peer, tmp_path, head if kind != "dflash2" else None)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(("edge", "shifted"), [(EdgeConfig(6, False, 0.5), True), (EdgeConfig(6, True, 0.0), False)])
+def test_edges_are_exported_in_the_layouts_of_authors(
+    edge: EdgeConfig, shifted: bool, engine: Engine, tmp_path: Path
+) -> None:
+    head = random_head(replace(CAUSAL, causal=False, edge=edge, shifted=shifted))
+    export_head(head, tmp_path, engine, torch.float32)
+    again, chain = load_head(tmp_path), chain_head(head, chain_kind(head.head_config, engine))
+    assert again.head_config == chain.head_config and again.edge is not None
 
 
 @pytest.mark.parametrize(
@@ -57,15 +93,16 @@ def test_exported_head_is_read_back_or_refused(engine: Engine, name: str, tmp_pa
         ("sglang", lambda c: c.pop("is_causal"), "SGLang would misread causal"),
         ("sglang", lambda c: c.pop("layer_types"), "SGLang would misread causal"),
         ("sglang", lambda c: c["dflash_config"].pop("causal"), None),
-        ("speculators", lambda c: c.pop("sliding_window_non_causal"), r"vLLM 0\.26 would misread causal"),
-        ("speculators", lambda c: c.update(aux_hidden_state_layer_ids=[1, 2]), "misread tap_layers"),
-        ("speculators", lambda c: c.update(block_size=4), "misread depth"),
+        ("speculators", lambda c: c.update(sliding_window_non_causal=False), "would misread causal"),
+        ("speculators", lambda c: c.update(aux_hidden_state_layer_ids=[1, 2]), "read back"),
+        ("speculators", lambda c: c.update(block_size=4), "read back"),
     ],
 )
 def test_check_finds_misread_properties(
     engine: Engine, change: Callable[[Json], object], said: str | None, tmp_path: Path
 ) -> None:
-    head, folder = random_head(CAUSAL), tmp_path / "head"
+    config = replace(CAUSAL, causal=False) if engine == "speculators" else CAUSAL
+    head, folder = random_head(config), tmp_path / "head"
     export_head(head, folder, engine, torch.float32, "owner/target")
     edit_config(folder, change)
     if said is None:
@@ -89,7 +126,8 @@ def test_transformers_reads_both_rope_spellings(rope: RopeConfig, tmp_path: Path
 
 @pytest.mark.parametrize("format", ["hf", "vllm", "speculators"])
 def test_command_exports_a_head(format: str, tmp_path: Path) -> None:
-    save_head(random_head(HEADS["edge"]), tmp_path / "head", torch.float32)
+    head = replace(HEADS["edge"], causal=format != "speculators")
+    save_head(random_head(head), tmp_path / "head", torch.float32)
     words = ["export", str(tmp_path / "head"), "--format", format, "--out", str(tmp_path / "out"), "--target", "o/t"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.stderr
@@ -102,11 +140,11 @@ def test_local_target_names_its_architecture(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     for target, kinds in ((str(tmp_path / "target"), ["LlamaForCausalLM"]), ("owner/elsewhere", [])):
-        export_head(random_head(CAUSAL), tmp_path / "head", "speculators", torch.float32, target)
+        export_head(random_head(HEADS["bidirectional"]), tmp_path / "head", "speculators", torch.float32, target)
         raw = json.loads((tmp_path / "head" / "config.json").read_text())
         assert raw["speculators_config"]["verifier"] == {"name_or_path": target, "architectures": kinds}
 
 
 def test_speculators_needs_a_target(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="give --target"):
-        export_head(random_head(CAUSAL), tmp_path / "head", "speculators", torch.float32)
+        export_head(random_head(HEADS["bidirectional"]), tmp_path / "head", "speculators", torch.float32)

@@ -94,6 +94,8 @@ MIXED = ["sliding_attention", "full_attention", "full_attention", "full_attentio
         ({"sliding_window": None, "use_sliding_window": True}, ()),
         ({"model_type": "llama", "sliding_window": 9, "use_sliding_window": True}, ()),
         ({"sliding_window": 9, "use_sliding_window": True, "layer_types": MIXED}, (9, None, None, None)),
+        ({"model_type": "mistral", "sliding_window": 9, "layer_types": MIXED}, (9, None, None, None)),
+        ({"model_type": "mistral", "sliding_window": 9}, (9, 9, 9, 9)),
     ],
 )  # fmt: skip
 def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -123,6 +125,7 @@ def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> No
         ({"head_dim": 7}, "odd"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps"),
         ({"tie_word_embeddings": "yes"}, "true or false"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "full_attention"),
         ({"layer_types": ["full_attention"], "use_sliding_window": True}, "each of 4 layers"),
         ({"model_type": "llama", "hidden_size": 30, "head_dim": None}, "not divisible"),
         (MOE | {"num_experts_per_tok": 9}, "only 8 exist"),

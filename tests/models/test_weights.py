@@ -28,6 +28,17 @@ def save_model(folder: Path, family: str = "llama", shards: bool = False, **chan
     return folder
 
 
+def test_stored_output_matrix_is_used_although_the_config_ties_it(tmp_path: Path) -> None:
+    """As transformers does."""
+    stored = load_file(save_model(tmp_path, tie_word_embeddings=True) / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    for own, is_tied in ((embedding.clone(), True), (embedding + 1, False)):
+        save_file(stored | {"lm_head.weight": own}, tmp_path / "model.safetensors")
+        decoder = load_decoder(open_model(tmp_path))
+        assert (decoder.lm_head is decoder.embedding) == is_tied
+        assert torch.equal(decoder.lm_head, own)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_loaded_decoder_is_ready_to_run(dtype: torch.dtype, tmp_path: Path) -> None:
     decoder = load_decoder(open_model(save_model(tmp_path, tie_word_embeddings=True)), dtype)

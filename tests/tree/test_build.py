@@ -42,10 +42,12 @@ class LookupCandidates(Candidates):
     token_BDVC: Tensor = field(kw_only=True)
     logprob_BDVC: Tensor = field(kw_only=True)
 
-    def children(self, depth: int, parent_BW: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def expand(
+        self, depth: int, parent_BW: Tensor, width: int, state_BWS: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         row_B1 = torch.arange(len(parent_BW))[:, None]
         token_BWC = self.token_BDVC[row_B1, depth - 1, parent_BW]
-        return token_BWC[..., :width], self.logprob_BDVC[row_B1, depth - 1, parent_BW][..., :width]
+        return token_BWC[..., :width], self.logprob_BDVC[row_B1, depth - 1, parent_BW][..., :width], state_BWS
 
 
 def random_candidates(seed: int, batch: int, depth: int, shortlist: int, ties: bool, own: bool) -> Candidates:

@@ -1,0 +1,164 @@
+"""Block heads of the speculators library with random weights, and what they compute for a block."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import Qwen3Config
+
+# The library imports it for training only.
+sys.modules.setdefault("datasets", ModuleType("datasets")).__dict__.setdefault("load_from_disk", None)
+
+from speculators.config import SpeculatorsConfig, VerifierConfig  # noqa: E402
+from speculators.models import dflash, dflash2, dspark, xpress  # noqa: E402
+from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
+
+VOCAB, HIDDEN, MASK, TAPS = 37, 16, 36, (1, 3)
+KINDS = {
+    "dflash": (dflash.DFlashSpeculatorConfig, dflash.DFlashDraftModel),
+    "dspark": (dspark.DSparkSpeculatorConfig, dspark.DSparkDraftModel),
+    "dflash2": (dflash2.DFlash2SpeculatorConfig, dflash2.DFlash2DraftModel),
+    "xpress": (xpress.XPressSpeculatorConfig, xpress.XPressDraftModel),
+}
+
+
+COPIES = {"embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"}
+"""Modules with weights of the target."""
+
+
+@dataclass
+class Peer:
+    """A head of the library."""
+
+    kind: str
+    model: Any
+
+    @staticmethod
+    def make(kind: str, draft_vocab: int = VOCAB, layers: Mapping[str, Any] | None = None, **settings: Any) -> Peer:
+        sizes = {
+            "vocab_size": VOCAB,
+            "hidden_size": HIDDEN,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "intermediate_size": 24,
+            "max_position_embeddings": 128,
+            "rope_theta": 1000.0,
+        }
+        layer_config = Qwen3Config(**{**sizes, **(layers or {})})
+        layer_config._attn_implementation = "eager"
+        make_config, make_model = KINDS[kind]
+        config = make_config(
+            transformer_layer_config=layer_config,
+            draft_vocab_size=draft_vocab,
+            aux_hidden_state_layer_ids=[layer + 1 for layer in TAPS],
+            mask_token_id=MASK,
+            speculators_config=SpeculatorsConfig(
+                algorithm=kind,
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
+                default_proposal_method="greedy",
+                verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
+            ),
+            **{"block_size": 5, **settings},
+        )
+        model = randomize(make_model(config=config))
+        if model.d2t is not None:
+            token = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(1))[:draft_vocab].sort().values
+            model.d2t.copy_(token - torch.arange(draft_vocab))
+            model.t2d.zero_()[token] = True
+        return Peer(kind, model)
+
+    @staticmethod
+    def load(kind: str, folder: Path) -> Peer:
+        """Loads a folder that was not written by the library; embedding and output matrix are random."""
+        make_config, make_model = KINDS[kind]
+        raw = json.loads((folder / "config.json").read_text())
+        config = make_config(**{key: value for key, value in raw.items() if key != "dtype"})
+        config.transformer_layer_config._attn_implementation = "eager"
+        model = randomize(make_model(config=config))
+        unset = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        assert not unset.unexpected_keys
+        assert {name.rpartition(".")[0] for name in unset.missing_keys} <= COPIES
+        return Peer(kind, model)
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder)
+
+    @property
+    def target_tokens(self) -> Tensor:
+        """Target token of each token that the head drafts."""
+        size = self.model.draft_vocab_size
+        return torch.arange(size) if self.model.d2t is None else torch.arange(size) + self.model.d2t
+
+    def block(self, text: Tensor, tap: Tensor, anchor: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns states (S, M), corrected logits (S, V) over all target tokens and the logits of the confidence of
+        all slots of the block at an anchor, whose tokens are those of the text."""
+        model, size = self.model, self.model.block_size
+        mask = torch.zeros(1, len(text), dtype=torch.long)
+        mask[0, anchor] = 1
+        documents = torch.zeros_like(mask)
+        states = torch.zeros(1, len(text), HIDDEN)
+        hidden, logits, _, _, index = model._backbone_forward(
+            tap[None], text[None], mask, states, documents, max_anchors=1
+        )
+        block_tokens, confidence = text[index.flatten()][None], None
+        first = block_tokens[:, :1]
+        is_anchor_first = model.config.sample_from_anchor
+        previous = block_tokens if is_anchor_first else torch.cat((first, block_tokens[:, :-1]), 1)
+        hidden, logits = hidden.view(1, size, -1), logits.view(1, size, -1)
+        if self.kind == "dspark" and model.markov_head is not None:
+            logits = logits + model.markov_head.block_bias(prev_token_ids=previous, hidden_states=hidden)
+        if self.kind == "dspark" and model.confidence_head is not None:
+            features = [hidden]
+            if model.config.confidence_head_with_markov:
+                features.append(model.markov_head.prev_embeddings(previous))
+            confidence = model.confidence_head(torch.cat(features, -1))[0]
+        if self.kind == "dflash2":
+            candidate, score = model.candidate_selector.select(logits, hidden, previous)
+            logits = torch.full_like(logits, -torch.inf).scatter(-1, candidate, score)
+        if self.kind == "xpress":
+            if not is_anchor_first:
+                previous = torch.cat((text[None, anchor - 1 : anchor], block_tokens[:, :-1]), 1)
+            logits = logits + model.refiner_head.block_bias(previous, hidden)
+        full = torch.full((size, VOCAB), -torch.inf)
+        full[:, self.target_tokens] = logits[0]
+        return hidden[0], full, confidence
+
+
+def randomize(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.eval().requires_grad_(False).parameters():
+        parameter.normal_(0.6 if parameter.dim() == 1 else 0.0, 0.3, generator=generator)
+    return model
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Changes keys of a config.json; None removes one."""
+    path = folder / "config.json"
+    raw = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def to_authors_layout(folder: Path, architecture: str, own_table: bool, **own: Any) -> None:
+    """Rewrites a folder of speculators in the layout of authors: layers at the top, taps counted from 0."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    draft = {
+        "mask_token_id": raw["mask_token_id"],
+        "target_layer_ids": [i - 1 for i in raw["aux_hidden_state_layer_ids"]],
+        **own,
+    }
+    top: dict[str, Any] = {"dflash_config": draft} if own_table else draft
+    layers = raw["transformer_layer_config"]
+    names = {"architectures": [architecture], "num_target_layers": 6, "block_size": raw["block_size"]}
+    path.write_text(json.dumps({**layers, **names, **top}))

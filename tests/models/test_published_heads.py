@@ -1,0 +1,371 @@
+"""Heads in the layouts of others compute what the modules of their authors do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from jetspec.config import TreeConfig
+from jetspec.models.draft_head import DraftHead, HeadState
+from jetspec.models.head_format import BLOCK
+from jetspec.models.heads import load_any_head
+from jetspec.types import BatchLayout, KVPages, TreeBatch
+from tests.models.peers import HIDDEN, TAPS, VOCAB, Peer, edit_config, to_authors_layout
+
+LAYERS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "windowed": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 64,
+        "use_sliding_window": True,
+    },
+}
+PEERS: dict[str, dict[str, Any]] = {
+    "dflash": {"kind": "dflash"},
+    "dflash windowed": {"kind": "dflash", "layers": LAYERS["windowed"]},
+    "dflash open windows": {"kind": "dflash", "layers": LAYERS["windowed"], "sliding_window_non_causal": True},
+    "dflash anchor first": {"kind": "dflash", "sample_from_anchor": True},
+    "dflash reduced": {"kind": "dflash", "draft_vocab": 20},
+    "dspark": {"kind": "dspark", "markov_rank": 6},
+    "dspark plain": {"kind": "dspark", "markov_rank": 0, "confidence_head_with_markov": False},
+    "dspark fill-in": {"kind": "dspark", "markov_rank": 6, "sample_from_anchor": False},
+    "dspark gated": {"kind": "dspark", "markov_rank": 6, "markov_head_type": "gated"},
+    "dspark rnn": {"kind": "dspark", "markov_rank": 6, "markov_head_type": "rnn"},
+    "dspark rnn fill-in": {"kind": "dspark", "markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False},
+    "dspark reduced": {"kind": "dspark", "markov_rank": 6, "draft_vocab": 20},
+    "dspark rnn reduced": {"kind": "dspark", "markov_rank": 6, "markov_head_type": "rnn", "draft_vocab": 20},
+    "dspark confident": {
+        "kind": "dspark",
+        "markov_rank": 6,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": False,
+    },
+    "dspark confident by parent": {
+        "kind": "dspark",
+        "markov_rank": 6,
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "dspark gated confident": {
+        "kind": "dspark",
+        "markov_rank": 6,
+        "markov_head_type": "gated",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    "dflash2": {"kind": "dflash2", "selector_rank": 6, "selector_top_k": 7, "conv_group_size": 4},
+    "dflash2 three taps": {
+        "kind": "dflash2",
+        "selector_rank": 6,
+        "selector_top_k": 7,
+        "conv_group_size": 8,
+        "conv_kernel_size": 3,
+    },
+    "xpress": {"kind": "xpress", "xpress_rank": 6},
+    "xpress anchor first": {"kind": "xpress", "xpress_rank": 6, "xpress_mlp_ratio": 3, "sample_from_anchor": True},
+    "xpress reduced": {"kind": "xpress", "xpress_rank": 6, "draft_vocab": 20},
+}
+each_peer = pytest.mark.parametrize("settings", PEERS.values(), ids=PEERS.keys())
+
+
+class Target:
+    """Embedding and output matrix of a peer's target."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.embedding = peer.model.embed_tokens.weight
+        self.matrix = torch.zeros(VOCAB, HIDDEN)
+        if peer.model.d2t is None:
+            self.matrix = peer.model.lm_head.weight
+
+    def embed(self, token: Tensor) -> Tensor:
+        return self.embedding[token]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self.matrix.T
+
+    def output_rows(self, token: Tensor) -> Tensor:
+        return self.matrix[token]
+
+
+def draft_along(head: DraftHead, target: Target, text: Tensor, tap: Tensor, anchor: int) -> tuple[Tensor, list[Tensor]]:
+    """Returns the states of a block, and the log-probabilities of the children of each node along the text, (V) each,
+    from a cache in which the text before the anchor was committed."""
+    c, num_pages, page_size = head.config, 8, 8
+    shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
+    cache = [KVPages(torch.full(shape, 1e3), torch.full(shape, 1e3)) for _ in head.layers]
+    features = torch.zeros(num_pages * page_size, head.feature_size) if head.feature_size else None
+    state = HeadState(target, cache, features, None)
+    page_BP = torch.arange(num_pages)[None]
+
+    def batch(token: Tensor, start: int, cached: int) -> TreeBatch:
+        position = start + torch.arange(len(token))
+        layout = BatchLayout(page_BP, torch.tensor([cached]), torch.tensor([0, len(token)]), page_size, len(token))
+        return TreeBatch(token, position, position, layout, None)
+
+    head.observe(tap[:anchor], batch(text[:anchor], 0, 0), state)
+    block = batch(torch.zeros(head.head_config.block_size, dtype=torch.long), anchor, anchor)
+    tree = TreeConfig(shortlist=0, width=VOCAB, depth=head.head_config.depth)
+    root_B = text[anchor : anchor + 1]
+    hidden_BSM = head.run_block(replace(block, token_T=head.block_tokens(root_B).flatten()), target, cache)
+    found = head.draft(block, root_B, tree, state, None)
+    path_state, rows = None if found.path is None else found.path.root_B1S, []
+    for depth in range(1, head.head_config.depth + 1):
+        parent_B1 = text[anchor + depth - 1].view(1, 1)
+        token_B1K, logprob_B1K, path_state = found.expand(depth, parent_B1, VOCAB, path_state)
+        rows.append(torch.full((VOCAB,), -torch.inf).scatter(0, token_B1K[0, 0], logprob_B1K[0, 0]))
+    return hidden_BSM[0], rows
+
+
+def assert_equal_to(peer: Peer, folder: Path, head: DraftHead | None = None) -> None:
+    """A head, by default that of the folder, computes 20 blocks as a peer does, and drafts the same tokens."""
+    head = head or BLOCK.load(folder)
+    generator = torch.Generator().manual_seed(1)
+    target = Target(peer)
+    for anchor in range(4, 24):
+        text = torch.randint(VOCAB - 1, (32,), generator=generator)
+        tap = torch.randn(32, len(TAPS) * HIDDEN, generator=generator)
+        hidden_SM, logits_SV, confidence_S = peer.block(text, tap, anchor)
+        states, rows = draft_along(head, target, text, tap, anchor)
+        torch.testing.assert_close(states, hidden_SM, atol=1e-4, rtol=0)
+        first = 0 if head.head_config.shifted else 1
+        for slot, row in enumerate(rows, first):
+            expected = logits_SV[slot].log_softmax(-1)
+            if confidence_S is not None:
+                expected = expected + torch.nn.functional.logsigmoid(confidence_S[slot])
+            if head.head_config.edge is None or head.head_config.edge.candidates is None:
+                torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+            else:  # the mass of the shortlist is that of the whole vocabulary, not 1
+                torch.testing.assert_close(row - row.logsumexp(-1), expected, atol=1e-4, rtol=0)
+            assert row.argmax() == expected.argmax()
+
+
+@each_peer
+def test_speculators_folder_computes_what_its_module_does(settings: dict[str, Any], tmp_path: Path) -> None:
+    peer = Peer.make(**settings)
+    peer.save(tmp_path)
+    assert_equal_to(peer, tmp_path)
+
+
+def edit_tensors(folder: Path, rename: Callable[[str], str]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({rename(name): value for name, value in tensors.items()}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+@pytest.mark.parametrize("own_table", [False, True], ids=["DeepSpec", "SpecForge"])
+def test_dspark_in_its_authors_layouts(kind: str, own_table: bool, tmp_path: Path) -> None:
+    peer = Peer.make("dspark", markov_rank=6, markov_head_type=kind, enable_confidence_head=True)
+    peer.save(tmp_path)
+    names = {"projector_type": "dspark"} if own_table else {"num_anchors": 512}
+    to_authors_layout(
+        tmp_path,
+        "DSparkDraftModel" if own_table else "Qwen3DSparkModel",
+        own_table,
+        markov_rank=6,
+        markov_head_type=kind,
+        enable_confidence_head=True,
+        confidence_head_with_markov=True,
+        **names,
+    )
+    if own_table:
+        edit_tensors(tmp_path, lambda name: "logit_head." + name if "_head." in name else name)
+    assert_equal_to(peer, tmp_path)
+
+
+def test_plain_heads_of_deepspec_are_anchor_first(tmp_path: Path) -> None:
+    peer = Peer.make("dflash", sample_from_anchor=True)
+    peer.save(tmp_path)
+    to_authors_layout(tmp_path, "Qwen3DSparkModel", False, markov_rank=0, markov_head_type="vanilla")
+    assert_equal_to(peer, tmp_path)
+
+
+def test_dflash2_in_its_authors_layout(tmp_path: Path) -> None:
+    peer = Peer.make("dflash2", selector_rank=6, selector_top_k=7, conv_group_size=4)
+    peer.save(tmp_path)
+    own = {"selector_rank": 6, "selector_top_k": 7, "conv_group_size": 4, "conv_kernel_size": 2}
+    to_authors_layout(tmp_path, "DFlash2DraftModel", True, **own)
+    assert_equal_to(peer, tmp_path)
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_keys_of_dflash_are_read_in_both_places(is_nested: bool, tmp_path: Path) -> None:
+    """The table of its own comes first."""
+    peer = Peer.make("dflash")
+    peer.save(tmp_path)
+    to_authors_layout(tmp_path, "DFlashDraftModel", is_nested)
+    if is_nested:
+        edit_config(tmp_path, target_layer_ids=[0, 2], mask_token_id=1)
+    else:
+        edit_config(tmp_path, dflash_config={})
+    assert_equal_to(peer, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "change"),
+    [
+        ("input_embedding_scale", 3.0, "embedding"),
+        ("output_multiplier", 0.25, "scale"),
+        ("logit_scale", 0.25, "scale"),
+        ("final_logit_softcapping", 2.0, "cap"),
+    ],
+)
+def test_scales_of_dflash_are_applied(key: str, value: float, change: str, tmp_path: Path) -> None:
+    peer = Peer.make("dflash")
+    peer.save(tmp_path)
+    to_authors_layout(tmp_path, "DFlashDraftModel", True, **{key: value})
+    head, lm_head = peer.model, peer.model.lm_head.weight
+    if change == "embedding":  # the target's own embedding stays
+        target_matrix = head.embed_tokens.weight.clone()
+        head.embed_tokens.weight.mul_(value)
+    if change == "scale":
+        head.lm_head.weight.mul_(value)
+    found = load_any_head(tmp_path)
+    assert isinstance(found, DraftHead)
+    text = torch.randint(VOCAB - 1, (32,), generator=torch.Generator().manual_seed(1))
+    tap = torch.randn(32, len(TAPS) * HIDDEN, generator=torch.Generator().manual_seed(2))
+    hidden_SM, logits_SV, _ = peer.block(text, tap, 9)
+    target = Target(peer)
+    if change == "embedding":
+        target.embedding = target_matrix
+    if change == "scale":
+        target.matrix = lm_head / value
+    if change == "cap":
+        logits_SV = value * torch.tanh(logits_SV / value)
+    states, rows = draft_along(found, target, text, tap, 9)
+    torch.testing.assert_close(states, hidden_SM, atol=1e-4, rtol=0)
+    for slot, row in enumerate(rows, 1):
+        torch.testing.assert_close(row, logits_SV[slot].log_softmax(-1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_is_neox_style": False},
+        {"is_neox_style": False},
+        {"swa_window_size": 7},
+        {"use_swa": True},
+        {"conv_group_size": 4},
+        {"attention_sink_bias": True},
+        {"an_unknown_key": 1},
+        {"hidden_act": "gelu"},
+        {"target_layer_ids": [-1, 3]},
+        {"markov_head_type": "unheard"},
+        {"last_tap": "cooked"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_key_that_changes_the_numbers_is_refused_by_its_name(
+    change: dict[str, Any], nested: bool, tmp_path: Path
+) -> None:
+    Peer.make("dflash").save(tmp_path)
+    to_authors_layout(tmp_path, "DFlashDraftModel", True, **(change if nested else {}))
+    if not nested and "target_layer_ids" not in change:
+        edit_config(tmp_path, **change)
+    elif not nested:
+        edit_config(tmp_path, dflash_config={"mask_token_id": 36}, **change)
+    (key,) = change
+    if key == "hidden_act" and nested:
+        pytest.skip("a key of the layers")
+    with pytest.raises(ValueError, match=key):
+        load_any_head(tmp_path)
+
+
+def random_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def log_softmax_along(logits_SV: Tensor, first: int) -> list[Tensor]:
+    return [row.log_softmax(-1) for row in logits_SV[first:]]
+
+
+TEXT = torch.randint(VOCAB - 1, (32,), generator=torch.Generator().manual_seed(1))
+TAP = torch.randn(32, len(TAPS) * HIDDEN, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_domino_follows_its_formula(shifted: bool, prefix: int, tmp_path: Path) -> None:
+    """The state of a GRU over the block's tokens, and an MLP of it and the slot's state."""
+    peer, inner, rank = Peer.make("dflash", sample_from_anchor=shifted), 10, 6
+    peer.save(tmp_path)
+    own = {"projector_type": "domino", "emb_dim": rank, "gru_hidden_dim": inner, "pure_draft_prefix_len": prefix}
+    to_authors_layout(tmp_path, "DFlashDraftModel", True, **own, shift_label=shifted)
+    added = random_tensors(
+        {
+            "prefix_gru.weight_ih_l0": (3 * inner, HIDDEN),
+            "prefix_gru.weight_hh_l0": (3 * inner, inner),
+            "embed_proj.0.weight": (rank, HIDDEN + inner),
+            "embed_proj.2.weight": (VOCAB, rank),
+        }
+    )
+    save_file(load_file(tmp_path / "model.safetensors") | added, tmp_path / "model.safetensors")
+    head, target = load_any_head(tmp_path), Target(peer)
+    assert isinstance(head, DraftHead)
+    gru = torch.nn.GRU(HIDDEN, inner, bias=False, batch_first=True).requires_grad_(False)
+    gru.weight_ih_l0, gru.weight_hh_l0 = (
+        torch.nn.Parameter(added[f"prefix_gru.weight_{part}_l0"], requires_grad=False) for part in ("ih", "hh")
+    )
+    for anchor in range(4, 24):
+        hidden_SM, logits_SV, _ = peer.block(TEXT, TAP, anchor)
+        first = 0 if shifted else 1
+        state_SX = gru(target.embed(TEXT[anchor : anchor + 5])[None])[0][0]  # after the anchor, after its successor, ..
+        for slot in range(first + prefix, 5):
+            joined = torch.cat((hidden_SM[slot], state_SX[slot - first]))
+            inner_R = torch.nn.functional.silu(added["embed_proj.0.weight"] @ joined)
+            logits_SV[slot] += added["embed_proj.2.weight"] @ inner_R
+        _, rows = draft_along(head, target, TEXT, TAP, anchor)
+        torch.testing.assert_close(rows, log_softmax_along(logits_SV, first), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_dfly_follows_its_formula(corrected: bool, tmp_path: Path) -> None:
+    """Each layer adds its own mixture of the taps to its context, and an MLP corrects the state by the parent."""
+    peer, inner = Peer.make("dflash"), 12
+    peer.save(tmp_path)
+    own = {"enable_hidden_correction": corrected, "hidden_correction_intermediate_size": inner if corrected else None}
+    to_authors_layout(tmp_path, "DFlyDraftModel", False, **own)
+    edit_config(tmp_path, num_target_layers=len(TAPS))
+    names = {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight"}
+    names["norm.weight"] = "final_norm.weight"
+    shapes: dict[str, tuple[int, ...]] = {"layer_fusion_weights": (2, len(TAPS))}
+    if corrected:
+        shapes |= {f"hidden_correction.{name}.weight": (HIDDEN,) for name in ("hidden_norm", "embed_norm")}
+        shapes |= {f"hidden_correction.{name}.weight": (inner, 2 * HIDDEN) for name in ("gate_proj", "up_proj")}
+        shapes |= {"hidden_correction.down_proj.weight": (HIDDEN, inner)}
+    added = random_tensors(shapes)
+    stored = {names.get(name, name): value for name, value in load_file(tmp_path / "model.safetensors").items()}
+    save_file(stored | added, tmp_path / "model.safetensors")
+    head, target, model = load_any_head(tmp_path), Target(peer), peer.model
+    assert isinstance(head, DraftHead)
+
+    fused = model.fc(TAP)
+    mixtures = added["layer_fusion_weights"].softmax(-1) @ TAP.unflatten(-1, (len(TAPS), -1))
+    contexts = [model.hidden_norm(fused + mixtures[:, i])[None] for i in range(2)]
+    for i, layer in enumerate(model.layers):  # the layers read what the hook gives them, not what the model does
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs, i=i: (args, {**kwargs, "target_hidden": contexts[i]}), with_kwargs=True
+        )
+    for anchor in range(4, 24):
+        hidden_SM, logits_SV, _ = peer.block(TEXT, TAP, anchor)
+        for slot in range(1, 5) if corrected else ():
+            part = {name.split(".")[1]: value for name, value in added.items() if "." in name}
+            embedded = target.embed(TEXT[anchor + slot - 1])
+            z = torch.cat((unit(hidden_SM[slot]) * part["hidden_norm"], unit(embedded) * part["embed_norm"]))
+            correction = torch.nn.functional.silu(part["gate_proj"] @ z) * (part["up_proj"] @ z)
+            logits_SV[slot] = target.logits(hidden_SM[slot] + part["down_proj"] @ correction)
+        states, rows = draft_along(head, target, TEXT, TAP, anchor)
+        torch.testing.assert_close(states, hidden_SM, atol=1e-4, rtol=0)
+        torch.testing.assert_close(rows, log_softmax_along(logits_SV, 1), atol=1e-4, rtol=0)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.pow(2).mean() + 1e-6).sqrt()
