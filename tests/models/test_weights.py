@@ -29,7 +29,7 @@ def save_model(folder: Path, family: str = "llama", shards: bool = False, **chan
 
 
 def test_stored_output_matrix_is_used_although_the_config_ties_it(tmp_path: Path) -> None:
-    """As transformers does."""
+    """Like transformers."""
     stored = load_file(save_model(tmp_path, tie_word_embeddings=True) / "model.safetensors")
     embedding = stored["model.embed_tokens.weight"]
     for own, is_tied in ((embedding.clone(), True), (embedding + 1, False)):
