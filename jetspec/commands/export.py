@@ -48,13 +48,14 @@ def export_command(
 ) -> None:
     """Write a head or a model for other engines.
 
-    The result is read back by the rules of its engine, which might fill a missing setting with a wrong default.
+    A head's edge term is kept where the engine has one of that form: without a gate as DSpark, with a gate alone as
+    DFlash2, in both cases of heads that are not causal. The result is read back by the rules of its engine, which might fill a missing setting with a wrong default.
     """
     check_name(head_path(name))
     import torch
 
     from jetspec.models.describe import describe
-    from jetspec.models.export import export_head, save_target
+    from jetspec.models.export import chain_kind, export_head, save_target
     from jetspec.models.head_format import load_head
     from jetspec.models.hub import shipped_head
     from jetspec.models.weights import load_target
@@ -70,21 +71,23 @@ def export_command(
         out().print(str(folder), markup=False)
         return
     head = load_head(str(own_head or name), dtype=torch.float32)
-    if engine and head.edge is not None:
-        note("the edge term is left out: no other engine has one")
+    kind = chain_kind(head.head_config, engine) if engine else "dflash"
+    if engine and head.edge is not None and kind == "dflash":
+        note("the edge term is left out: no other engine has one of this form")
     with working(f"Writing {folder}"):
         export_head(head, folder, engine, number_format, target)
     out().print(str(folder), markup=False)
     if engine:
-        note(_start(engine, folder, head.head_config.depth, target or "TARGET"))
+        method = "dspark" if kind == "dspark" else "dflash"
+        note(_start(engine, folder, method, head.head_config.depth, target or "TARGET"))
 
 
-def _start(engine: Engine, folder: Path, depth: int, target: str) -> str:
+def _start(engine: Engine, folder: Path, method: str, depth: int, target: str) -> str:
     """The command that drafts chains with the exported head."""
     if engine == "speculators":
         return shlex.join(["vllm", "serve", str(folder)])
     if engine == "sglang":
-        drafts = ["--speculative-algorithm", "DFLASH", "--speculative-draft-model-path", str(folder)]
+        drafts = ["--speculative-algorithm", method.upper(), "--speculative-draft-model-path", str(folder)]
         return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target, *drafts])
-    drafting = {"method": "dflash", "model": str(folder), "num_speculative_tokens": depth}
+    drafting = {"method": method, "model": str(folder), "num_speculative_tokens": depth}
     return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(drafting)])

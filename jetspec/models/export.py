@@ -57,7 +57,7 @@ def export_head(
 ) -> None:
     """Writes a head in an engine's layout, or in the published one (None). `target` is the name of its model.
 
-    Other engines do not support the edge term; it is left out.
+    The edge term is left out where the engine has none of its form; see `chain_kind`.
     """
     folder = Path(folder)
     if engine is None:
