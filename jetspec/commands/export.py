@@ -49,7 +49,8 @@ def export_command(
     """Write a head or a model for other engines.
 
     A head's edge term is kept where the engine has one of that form: without a gate as DSpark, with a gate alone as
-    DFlash2, in both cases of heads that are not causal. The result is read back by the rules of its engine, which might fill a missing setting with a wrong default.
+    DFlash2, in both cases of heads that are not causal. The result is read back by the rules of its engine, which might
+    fill a missing setting with a wrong default.
     """
     check_name(head_path(name))
     import torch
