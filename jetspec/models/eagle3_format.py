@@ -17,7 +17,7 @@ from torch import Tensor
 from jetspec.config import EAGLE3_DEPTH, MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
-from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf
+from jetspec.models.families import MAX_LAYERS, Fields
 from jetspec.models.head_folder import (
     HeadFormat,
     HeadKeys,
@@ -87,8 +87,10 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
             norm_output=outer.flag("norm_output"),
             last_tap=read_last_tap(keys),
         )
+        if not all(Fields(each).flag("use_aux_hidden_state", True) for each in (keys, own)):
+            raise ValueError("use_aux_hidden_state false is not supported")
         for each in (keys, own, inner):
-            each.refuse_unread("use_aux_hidden_state", *(() if is_speculators else ("tie_word_embeddings",)))
+            each.refuse_unread()
         return config
 
     def write_config(self, config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
@@ -152,10 +154,7 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
 
 
 def _layer_config(keys: HeadKeys) -> DecoderConfig:
-    changes = {"model_type": keys.get("model_type", "llama"), "tie_word_embeddings": False}
-    merged = HeadKeys(("", changes), *keys.tables)
-    layers = config_from_hf(merged)
-    keys.read |= merged.read
+    layers = replace(keys.layers({"model_type": keys.get("model_type", "llama")}), tied_embedding=False)
     if layers.num_layers != 1:
         raise ValueError(f"num_hidden_layers is {layers.num_layers}; EAGLE-3 heads have one layer here")
     if layers.moe is not None or any(layers.windows):

@@ -109,7 +109,9 @@ def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     if name not in FAMILIES:
         raise ValueError(f"model family {_short(name)} is not supported; choose one of {', '.join(FAMILIES)}")
     if raw.get("quantization_config"):
-        raise ValueError("quantised safetensors are not supported; use the original model or a GGUF file")
+        raise ValueError(
+            "quantised safetensors (quantization_config) are not supported; use the original model or a GGUF file"
+        )
     family, c = FAMILIES[name], Fields(raw)
     if raw.get("hidden_act", "silu") != "silu":
         raise ValueError(f"hidden_act {_short(raw['hidden_act'])} is not supported; the families use silu")
@@ -207,19 +209,27 @@ def rope_from_hf(raw: Mapping[str, Any]) -> RopeConfig:
     kind = nested.get("rope_type", nested.get("type", "default"))
     _check_kind(kind)
     max_len = outer.integer("max_position_embeddings", 1, MAX_LEN)
-    if c.real("partial_rotary_factor", 0, 1, outer.real("partial_rotary_factor", 0, 1, 1.0)) != 1:
+    if any(each.real("partial_rotary_factor", 0, 1, 1.0) != 1 for each in (c, outer)):
         raise ValueError("partial_rotary_factor other than 1 is not supported")
     theta = c.real("rope_theta", 1, 1e12, outer.real("rope_theta", 1, 1e12, 10_000.0))
     if kind == "default":
         return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, c.real("factor", 1e-3, 1e6))
+    lengths = [each.integer("original_max_position_embeddings", 1, MAX_LEN, max_len) for each in (outer, c)]
+    if lengths[0] != lengths[1] and max_len not in lengths:
+        raise ValueError(f"original_max_position_embeddings is {lengths[0]} and {lengths[1]}")
+    original_len = next((length for length in lengths if length != max_len), max_len)
+    default = max_len / original_len if kind == "yarn" and original_len != max_len else None
+    factor = c.real("factor", 1e-3, 1e6, default)
+    if kind == "llama3":
+        low, high = (c.real(key, 0, 1e6, getattr(RopeConfig, key)) for key in ("low_freq_factor", "high_freq_factor"))
+        return RopeConfig(theta, kind, factor, original_len, low, high)
     if not c.flag("truncate", True):
-        raise ValueError("yarn without truncation is not supported")
-    inside = c.integer("original_max_position_embeddings", 1, MAX_LEN, max_len)
-    original_len = outer.integer("original_max_position_embeddings", 1, MAX_LEN, inside)
-    factor = c.real("factor", 1e-3, 1e6, max_len / original_len if kind == "yarn" else None)
-    names = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
-    numbers: dict[str, Any] = {name: c.real(name, 0, 1e6, getattr(RopeConfig, name)) for name in names}
-    return RopeConfig(theta, kind, factor, original_len, attention_factor=_attention_factor(c, factor), **numbers)
+        raise ValueError("truncate false is not supported in yarn")
+    fast, slow = (c.real(key, 0, 1e6, getattr(RopeConfig, key)) for key in ("beta_fast", "beta_slow"))
+    stretch = _attention_factor(c, factor)
+    return RopeConfig(theta, kind, factor, original_len, beta_fast=fast, beta_slow=slow, attention_factor=stretch)
 
 
 def windows_from_hf(rule: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:

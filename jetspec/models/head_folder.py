@@ -7,7 +7,7 @@ imply is refused, except those that a format declares as ignored.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from jetspec.files import some, whole_folder
 from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig, filled, on_meta
 from jetspec.models.draft_head import HeadConfig, LastTap
 from jetspec.models.eagle3 import Eagle3Config
-from jetspec.models.families import pieces
+from jetspec.models.families import config_from_hf, pieces, rope_from_hf
 from jetspec.models.gguf import PLAIN, GGUFFile
 from jetspec.models.hub import head_path, resolve
 from jetspec.models.tensor_files import (
@@ -57,15 +57,15 @@ def kind_of_config(raw: Mapping[str, Any]) -> str | None:
     """Returns the kind of a head by the contents of its config.json."""
     names, own = architectures(raw), table(raw, "dflash_config")
     keys, projector = {*raw, *own}, own.get("projector_type")
-    is_unnamed = names <= {"LlamaForCausalLM"} and "dflash_config" not in raw
+    is_unnamed = names <= {"LlamaForCausalLM"} and not {"dflash_config", "block_size"} & raw.keys()
     kinds = {
         f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
+        "EAGLE-3": any("Eagle3" in name for name in names) or (is_unnamed and "draft_vocab_size" in raw),
         "SpecForge DSpark": "DSparkDraftModel" in names or projector == "dspark",
         "Domino": projector == "domino",
         "DSpark": "Qwen3DSparkModel" in names,
+        "DFly": "enable_hidden_correction" in raw and "dflash_config" not in raw,
         "DFlash2": "DFlash2DraftModel" in names or "selector_rank" in keys,
-        "DFly": "enable_hidden_correction" in keys,
-        "EAGLE-3": any("Eagle3" in name for name in names) or (is_unnamed and "draft_vocab_size" in raw),
         "DFlash": {"DFlashDraftModel", "Qwen3DFlashDraftModel"} & names or "dflash_config" in raw,
         "DSpark of another family": any("DSpark" in name for name in names) or "markov_rank" in keys,
     }
@@ -93,45 +93,76 @@ HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(("use_cache", "speculators_config", "num_jacobi_passes"), "settings of an engine"),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "pretraining_tp"), "not read by any head"),
     **dict.fromkeys(("max_window_layers", "use_sliding_window", "sliding_window"), "layer_types decides"),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), "read by some ropes only"),
+    "tie_word_embeddings": "the output matrix is the target's, or stored",
+    "model_type": "block heads have Qwen3's layers; others check their tensors",
     **dict.fromkeys(("dflash_config", "eagle_config", "transformer_layer_config"), "its own keys are checked"),
     "ttt_steps": "read in training only",
     "is_decoder": "all layers are",
 }
-"""Keys of config.json that change nothing in a draft, with the reason."""
-SWITCHES = ("mlp_bias", "enable_confidence_head", "confidence_head_with_markov", "enable_hidden_correction")
+"""Keys of config.json that change nothing in a draft where no reader asks for them, with the reason."""
+SWITCHES = ("mlp_bias", "enable_confidence_head", "enable_hidden_correction")
 """Keys that change nothing where they are false."""
 
 
 class HeadKeys(Mapping[str, Any]):
     """Keys of one or more tables of a config.json, the first table first, with a record of those that were read.
 
-    A key without a value counts as absent.
+    A key without a value counts as absent. Tables inside are such keys again.
     """
 
     def __init__(self, *tables: tuple[str, Mapping[str, Any]]) -> None:
         self.tables = tables
         self.read: set[str] = set()
+        self.inner: dict[str, HeadKeys] = {}
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
-        found = [table[key] for _, table in self.tables if table.get(key) is not None]
+        found = [(f"{where}{key}.", table[key]) for where, table in self.tables if table.get(key) is not None]
         if not found:
             raise KeyError(key)
-        return found[0]
+        where, value = found[0]
+        if isinstance(value, HeadKeys) or not isinstance(value, Mapping):
+            return value
+        return self.inner.setdefault(key, HeadKeys((where, value)))
 
     def __iter__(self) -> Iterator[str]:
         return iter({key for _, table in self.tables for key, value in table.items() if value is not None})
 
+    def items(self) -> ItemsView[str, Any]:
+        """Returns all pairs, which do not count as read."""
+        tables = [table.items() for _, table in reversed(self.tables)]
+        return {key: value for table in tables for key, value in table if value is not None}.items()
+
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def refuse_unread(self, *harmless: str) -> None:
+    def refuse_unread(self) -> None:
         """Raise ValueError for a key that no reader has asked for, unless it is known to change nothing."""
         for where, table in self.tables:
             for key, value in table.items():
                 is_off = value is None or (value is False and key in SWITCHES)
-                if not is_off and key not in self.read and key not in HARMLESS and key not in harmless:
+                if not is_off and key not in self.read and key not in HARMLESS:
                     raise ValueError(f"{where}{key} is not supported: it may change what the head computes")
+        for inner in self.inner.values():
+            inner.refuse_unread()
+
+    def layers(self, changes: Mapping[str, Any]) -> DecoderConfig:
+        """Reads decoder layers with some keys changed. Spellings of a rope must not contradict each other."""
+        keys = HeadKeys(("", changes), *self.tables)
+        layers = config_from_hf(keys)
+        self.read |= keys.read
+        self.inner |= keys.inner
+        places = {"": keys, **{f"{key}.": table(keys, key) for key in ("rope_parameters", "rope_scaling")}}
+        for spellings in (("rope_theta",), ("rope_type", "type")):
+            found = {where + key: place.get(key) for where, place in places.items() for key in spellings}
+            agreed({key: str(value) for key, value in found.items() if value is not None})
+        ropes = {"rope_parameters": layers.rope}
+        if places["rope_parameters."] and (old := places["rope_scaling."]):
+            changed = {"rope_parameters": old, "rope_theta": layers.rope.theta}
+            ropes["rope_scaling"] = rope_from_hf(HeadKeys(("", changed), *self.tables))
+        agreed(ropes)
+        return layers
 
 
 @dataclass(frozen=True)

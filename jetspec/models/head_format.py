@@ -13,7 +13,7 @@ from jetspec.config import MAX_DEPTH
 from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
-from jetspec.models.families import MAX_LAYERS, MAX_VOCAB, Fields, config_from_hf
+from jetspec.models.families import MAX_LAYERS, MAX_VOCAB, Fields
 from jetspec.models.head_folder import (
     HeadFormat,
     HeadKeys,
@@ -31,6 +31,8 @@ from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.path_terms import PathConfig
 
 MAX_BLOCK = 1 + MAX_DEPTH
+PROJECTORS = ("dspark", "domino")
+"""Values of `projector_type` that decide the kind of a head."""
 CAUSAL = ("causal_head", "causal", "is_causal")
 SHIFTED = ("shift_label", "draft_shift", "sample_from_anchor")
 """Spellings of two flags."""
@@ -142,8 +144,10 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
             read = _read_speculators
         layers = _layers_config(inner)
         config = _with_terms(kind, keys, read(kind, keys, layers))
+        if keys.get("projector_type") not in (None, "dflash", *(p for p in PROJECTORS if p in kind.lower())):
+            raise ValueError(f"projector_type {keys['projector_type']!r} is not supported in a head of kind {kind}")
         for each in (keys, inner):
-            each.refuse_unread("projector_type", "tie_word_embeddings")
+            each.refuse_unread()
         narrow = [w for w, causal in zip(layers.windows, config.causal_layers, strict=False) if w and not causal]
         if narrow and min(narrow) < config.block_size:
             raise ValueError(f"sliding_window {min(narrow)} is smaller than the block of {config.block_size} slots")
@@ -223,14 +227,11 @@ def _layers_config(keys: HeadKeys) -> DecoderConfig:
     rope = keys.get("rope_parameters") or {}
     if keys.get("rope_theta") is None and (not isinstance(rope, Mapping) or rope.get("rope_theta") is None):
         raise ValueError("rope_theta is missing; a guess would only lower the acceptance")
-    changes: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": False}
+    changes: dict[str, Any] = {"model_type": "qwen3"}
     if isinstance(kinds := keys.get("layer_types"), list):
         changes["use_sliding_window"] = is_windowed = any(kind != "full_attention" for kind in kinds)
         changes["sliding_window"] = Fields(keys).size("sliding_window") if is_windowed else None
-    merged = HeadKeys(("", changes), *keys.tables)
-    layers = config_from_hf(merged)
-    keys.read |= {"model_type", *merged.read}
-    return layers
+    return replace(keys.layers(changes), tied_embedding=False)
 
 
 def _read_published(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadConfig:
@@ -239,15 +240,17 @@ def _read_published(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadCon
     for key in ("rope_is_neox_style", "is_neox_style"):
         if not c.flag(key, True):
             raise ValueError(f"{key} false is not supported")
-    if c.size("swa_window_size", window := next((w for w in layers.windows if w), 1)) != window or c.flag("use_swa"):
+    if keys.get("swa_window_size") not in (None, next(filter(None, layers.windows), None)) or c.flag("use_swa"):
         raise ValueError("swa_window_size and use_swa are not supported")
     num_target_layers = c.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
     tap_layers = _tap_layers(keys, "target_layer_ids", 0, layers.num_layers, num_target_layers)
-    if kind == "DFly":  # there the key counts the taps
+    if num_target_layers is not None and num_target_layers <= max(tap_layers):  # some writers count the taps
+        if num_target_layers != len(tap_layers):
+            raise ValueError(f"num_target_layers is {num_target_layers}, but layer {max(tap_layers)} is tapped")
         num_target_layers = None
     target_hidden_size = c.size("target_hidden_size", layers.hidden_size)
     causal, shifted = _flag(keys, CAUSAL), _flag(keys, SHIFTED)
-    scales = {key: c.real(key, 0, 1e6) for key in ("output_multiplier", "logit_scale") if keys.get(key) is not None}
+    scales = {key: c.real(key, 1e-6, 1e6) for key in ("output_multiplier", "logit_scale") if keys.get(key) is not None}
     return HeadConfig(
         layers=layers,
         tap_layers=tap_layers,
@@ -288,8 +291,8 @@ def _read_speculators(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadC
 def _with_terms(kind: str, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
     """Reads what the kinds add to the backbone."""
     c = Fields(keys)
-    if (edge := keys.get("edge")) is not None:
-        e = Fields(HeadKeys(("dflash_config.edge.", table({"edge": edge}, "edge"))))
+    if kind == "DFlash" and keys.get("edge") is not None:
+        e = Fields(table(keys, "edge"))
         count = e.integer("candidates", 0, MAX_VOCAB, 0) or None
         term = EdgeConfig(e.size("rank"), e.flag("gate", True), e.real("gate_bias", -1e6, 1e6, 1.0), count)
         return replace(config, edge=term)

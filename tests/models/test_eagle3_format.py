@@ -99,7 +99,8 @@ def test_saved_layout_is_the_published_one(folder: Path) -> None:
     assert raw["eagle_aux_hidden_state_layer_ids"] == [2, 3, 5]
 
 
-def test_speculators_layout_is_equal(folder: Path) -> None:
+def to_speculators(folder: Path) -> None:
+    """Rewrites a folder in the layout of speculators."""
     raw = json.loads((folder / "config.json").read_text())
     switches = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     outer = (*switches, "draft_vocab_size", "num_target_layers", "eagle_aux_hidden_state_layer_ids")
@@ -107,6 +108,10 @@ def test_speculators_layout_is_equal(folder: Path) -> None:
     config |= {"transformer_layer_config": without(raw, *outer, "eagle_config", "architectures")}
     (folder / "config.json").write_text(json.dumps(config | {key: raw[key] for key in outer}))
     edit_tensors(folder, lambda t: {name.replace("midlayer.", "layers.0."): value for name, value in t.items()})
+
+
+def test_speculators_layout_is_equal(folder: Path) -> None:
+    to_speculators(folder)
     assert_same(load(folder), random_eagle3(PLAIN))
 
 

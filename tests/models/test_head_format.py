@@ -73,7 +73,7 @@ def test_saved_head_is_loaded_again(config: HeadConfig, dtype: torch.dtype, tmp_
 
 
 ROPES = [
-    RopeConfig(5e5, "linear", 2.0, original_len=128),
+    RopeConfig(5e5, "linear", 2.0),
     RopeConfig(5e5, "llama3", 8.0, 64, low_freq_factor=1.5, high_freq_factor=3.0),
     RopeConfig(5e5, "yarn", 4.0, 32, beta_fast=16.0, beta_slow=2.0),
     RopeConfig(5e5, "yarn", 4.0, 32, attention_factor=1.25),

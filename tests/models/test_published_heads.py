@@ -291,14 +291,12 @@ TEXT = torch.randint(VOCAB - 1, (32,), generator=torch.Generator().manual_seed(1
 TAP = torch.randn(32, len(TAPS) * HIDDEN, generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("shifted", [False, True])
-@pytest.mark.parametrize("prefix", [0, 1, 2])
-def test_domino_follows_its_formula(shifted: bool, prefix: int, tmp_path: Path) -> None:
-    """The state of a GRU over the block's tokens, and an MLP of it and the slot's state."""
+def write_domino(folder: Path, shifted: bool = True, prefix: int = 1) -> tuple[Peer, dict[str, Tensor]]:
+    """Returns a DFlash head whose folder also holds a Domino term, and the tensors of that term."""
     peer, inner, rank = Peer.make("dflash", sample_from_anchor=shifted), 10, 6
-    peer.save(tmp_path)
+    peer.save(folder)
     own = {"projector_type": "domino", "emb_dim": rank, "gru_hidden_dim": inner, "pure_draft_prefix_len": prefix}
-    to_authors_layout(tmp_path, "DFlashDraftModel", True, **own, shift_label=shifted)
+    to_authors_layout(folder, "DFlashDraftModel", True, **own, shift_label=shifted)
     added = random_tensors(
         {
             "prefix_gru.weight_ih_l0": (3 * inner, HIDDEN),
@@ -307,10 +305,18 @@ def test_domino_follows_its_formula(shifted: bool, prefix: int, tmp_path: Path) 
             "embed_proj.2.weight": (VOCAB, rank),
         }
     )
-    save_file(load_file(tmp_path / "model.safetensors") | added, tmp_path / "model.safetensors")
+    save_file(load_file(folder / "model.safetensors") | added, folder / "model.safetensors")
+    return peer, added
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_domino_follows_its_formula(shifted: bool, prefix: int, tmp_path: Path) -> None:
+    """The state of a GRU over the block's tokens, and an MLP of it and the slot's state."""
+    peer, added = write_domino(tmp_path, shifted, prefix)
     head, target = load_any_head(tmp_path), Target(peer)
     assert isinstance(head, DraftHead)
-    gru = torch.nn.GRU(HIDDEN, inner, bias=False, batch_first=True).requires_grad_(False)
+    gru = torch.nn.GRU(HIDDEN, 10, bias=False, batch_first=True).requires_grad_(False)
     gru.weight_ih_l0, gru.weight_hh_l0 = (
         torch.nn.Parameter(added[f"prefix_gru.weight_{part}_l0"], requires_grad=False) for part in ("ih", "hh")
     )
@@ -326,14 +332,13 @@ def test_domino_follows_its_formula(shifted: bool, prefix: int, tmp_path: Path) 
         torch.testing.assert_close(rows, log_softmax_along(logits_SV, first), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-def test_dfly_follows_its_formula(corrected: bool, tmp_path: Path) -> None:
-    """Each layer adds its own mixture of the taps to its context, and an MLP corrects the state by the parent."""
+def write_dfly(folder: Path, corrected: bool = True) -> tuple[Peer, dict[str, Tensor]]:
+    """Returns a DFlash head whose folder is that of a DFly head, and the tensors that a DFlash head does not have."""
     peer, inner = Peer.make("dflash"), 12
-    peer.save(tmp_path)
+    peer.save(folder)
     own = {"enable_hidden_correction": corrected, "hidden_correction_intermediate_size": inner if corrected else None}
-    to_authors_layout(tmp_path, "DFlyDraftModel", False, **own)
-    edit_config(tmp_path, num_target_layers=len(TAPS))
+    to_authors_layout(folder, "DFlyDraftModel", False, **own)
+    edit_config(folder, num_target_layers=len(TAPS))
     names = {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight"}
     names["norm.weight"] = "final_norm.weight"
     shapes: dict[str, tuple[int, ...]] = {"layer_fusion_weights": (2, len(TAPS))}
@@ -342,8 +347,15 @@ def test_dfly_follows_its_formula(corrected: bool, tmp_path: Path) -> None:
         shapes |= {f"hidden_correction.{name}.weight": (inner, 2 * HIDDEN) for name in ("gate_proj", "up_proj")}
         shapes |= {"hidden_correction.down_proj.weight": (HIDDEN, inner)}
     added = random_tensors(shapes)
-    stored = {names.get(name, name): value for name, value in load_file(tmp_path / "model.safetensors").items()}
-    save_file(stored | added, tmp_path / "model.safetensors")
+    stored = {names.get(name, name): value for name, value in load_file(folder / "model.safetensors").items()}
+    save_file(stored | added, folder / "model.safetensors")
+    return peer, added
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_dfly_follows_its_formula(corrected: bool, tmp_path: Path) -> None:
+    """Each layer adds its own mixture of the taps to its context, and an MLP corrects the state by the parent."""
+    peer, added = write_dfly(tmp_path, corrected)
     head, target, model = load_any_head(tmp_path), Target(peer), peer.model
     assert isinstance(head, DraftHead)
 
