@@ -1,0 +1,121 @@
+"""A broken folder of a head, in any layout, is refused in one line that names the file and the fault."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from jetspec.models.decoder import DecoderConfig
+from jetspec.models.heads import load_any_head
+from tests.models import test_eagle3_format as eagle3
+from tests.models.test_config_keys import LAYOUTS, TARGET
+
+FOLDERS = {name: write for name, write in LAYOUTS.items() if not name.startswith("rope_")}
+each_layout = pytest.mark.parametrize("name", FOLDERS)
+
+
+def refusal(folder: Path, target: DecoderConfig | None = None) -> str:
+    with pytest.raises(ValueError) as error:
+        load_any_head(folder, target)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+    return str(error.value)
+
+
+def target_of(name: str) -> DecoderConfig:
+    return eagle3.TARGET if "EAGLE-3" in name else TARGET
+
+
+@each_layout
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.999])
+def test_torn_file(name: str, file: str, kept: float, tmp_path: Path) -> None:
+    FOLDERS[name](tmp_path)
+    whole = (tmp_path / file).read_bytes().rstrip(b"\n")
+    (tmp_path / file).write_bytes(whole[: int(kept * len(whole))])
+    assert file in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "\x00", "{" * 10_000, '{"a": 1'])
+def test_config_that_is_no_table(text: str, tmp_path: Path) -> None:
+    FOLDERS["DFlash"](tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    assert "config.json" in refusal(tmp_path)
+
+
+@each_layout
+def test_missing_file(name: str, tmp_path: Path) -> None:
+    FOLDERS[name](tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "model.safetensors is missing" in refusal(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert "config.json" in refusal(tmp_path)
+
+
+@each_layout
+def test_each_tensor_is_needed_in_its_shape(name: str, tmp_path: Path) -> None:
+    """But for copies of the target's."""
+    FOLDERS[name](tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)  # the first layer has several published prefixes
+    copies = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d"}
+    copies |= set() if "EAGLE-3" in name else {"lm_head.weight"}
+    for stored in tensors.keys() - copies:
+        rest = {key: value for key, value in tensors.items() if key != stored}
+        save_file(rest, file)
+        assert stored.removeprefix("layers.0.") in refusal(tmp_path)
+        save_file(rest | {stored: torch.cat((tensors[stored], tensors[stored][:1]))}, file)
+        message = refusal(tmp_path)
+        assert stored.removeprefix("layers.0.") in message and "shape" in message
+
+
+@each_layout
+def test_missing_ids(name: str, tmp_path: Path) -> None:
+    FOLDERS[name](tmp_path)
+    file = tmp_path / "config.json"
+    keys = {"mask_token_id", "target_layer_ids", "aux_hidden_state_layer_ids", "num_target_layers"}
+    for gone in [keys - {"mask_token_id"}, keys] if "EAGLE-3" not in name else []:
+        file.write_text(json.dumps(without(json.loads(file.read_text()), gone)))
+        assert any(key in refusal(tmp_path) for key in gone)
+
+
+def without(raw: Any, keys: set[str]) -> Any:
+    if not isinstance(raw, dict):
+        return raw
+    return {key: without(value, keys) for key, value in raw.items() if key not in keys}
+
+
+@each_layout
+@pytest.mark.parametrize("change", [{"vocab_size": 41}, {"hidden_size": 20}, {"num_layers": 3}])
+def test_head_for_another_target(name: str, change: dict[str, int], tmp_path: Path) -> None:
+    FOLDERS[name](tmp_path)
+    load_any_head(tmp_path, target_of(name))
+    assert "another model" in refusal(tmp_path, replace(target_of(name), **change))
+
+
+class Bomb:
+    """A pickle whose code leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Path.touch, (self.path,)
+
+
+@each_layout
+@pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "model.safetensors"])
+def test_code_in_a_pickle_is_not_run(name: str, file: str, tmp_path: Path) -> None:
+    FOLDERS[name](tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / file).write_bytes(pickle.dumps({"fc.weight": Bomb(tmp_path / "ran")}))
+    assert "model.safetensors" in refusal(tmp_path)
+    assert not (tmp_path / "ran").exists()
