@@ -95,7 +95,7 @@ def without(raw: Any, keys: set[str]) -> Any:
 
 @each_layout
 @pytest.mark.parametrize("change", [{"vocab_size": 41}, {"hidden_size": 20}, {"num_layers": 3}])
-def test_head_for_another_target(name: str, change: dict[str, int], tmp_path: Path) -> None:
+def test_head_for_another_target(name: str, change: dict[str, Any], tmp_path: Path) -> None:
     FOLDERS[name](tmp_path)
     load_any_head(tmp_path, target_of(name))
     assert "another model" in refusal(tmp_path, replace(target_of(name), **change))
