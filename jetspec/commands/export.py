@@ -50,20 +50,28 @@ def export_command(
 
     A head's edge term is kept where the engine has one of that form: without a gate as DSpark, with a gate alone as
     DFlash2, in both cases of heads that are not causal. The result is read back by the rules of its engine, which might
-    fill a missing setting with a wrong default.
+    fill a missing setting with a wrong default. With --format hf, a head in a pickle (pytorch_model.bin), such as those
+    of EAGLE-3's authors, becomes a folder of safetensors; nothing in it is run.
     """
     check_name(head_path(name))
     import torch
 
     from jetspec.models.describe import describe
-    from jetspec.models.export import chain_kind, export_head, save_target
+    from jetspec.models.export import PICKLES, chain_kind, convert_pickles, export_head, save_target
+    from jetspec.models.head_folder import kind_of
     from jetspec.models.head_format import load_head
-    from jetspec.models.hub import shipped_head
+    from jetspec.models.hub import resolve, shipped_head
     from jetspec.models.weights import load_target
 
     engine: Engine | None = None if format == "hf" else format
     own_head = shipped_head(name) if engine else None
     number_format: torch.dtype = getattr(torch, dtype)
+    source = resolve(head_path(name)) if engine is None else None
+    if source is not None and source.is_dir() and kind_of(source) and not any(source.glob("*.safetensors")):
+        with working(f"Writing {folder}"):
+            convert_pickles(resolve(head_path(name), PICKLES), folder, number_format)
+        out().print(str(folder), markup=False)
+        return
     if own_head is None and describe(name)["kind"] == "target":
         if engine is not None:
             raise ValueError(f"{name} is a model, not a head: {engine} loads it as it is written with --format hf")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from jetspec.files import whole_folder
 from jetspec.models.block_conv import BlockConv, ConvConfig
@@ -22,6 +23,7 @@ from jetspec.models.decoder import DecoderConfig, filled, on_meta
 from jetspec.models.draft_head import DraftHead, HeadConfig
 from jetspec.models.families import config_from_hf, pieces, rope_from_hf
 from jetspec.models.head_folder import (
+    OWN_FILES,
     architectures,
     layer_fields,
     published_tensors,
@@ -30,6 +32,7 @@ from jetspec.models.head_folder import (
     write_folder,
 )
 from jetspec.models.head_format import KINDS, read_config, save_head, write_config
+from jetspec.models.heads import format_of
 from jetspec.models.hub import local_file
 from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, read_json, write_json, write_tensors
 from jetspec.models.tokenizer import TOKENIZER_FILES
@@ -41,6 +44,7 @@ NAMED: dict[ChainKind, str] = {"dflash": "DFlash", "dspark": "DSpark", "dflash2"
 SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 """Architectures in that library's config."""
 ENGINES: tuple[Engine, ...] = get_args(Engine)
+PICKLES = "pytorch_model*.bin"
 GENERATION_FILE = "generation_config.json"
 TARGET_FILES = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE, *TOKENIZER_FILES)
 TARGET_ARCHITECTURES = {
@@ -70,6 +74,34 @@ def export_head(
     config = write_chain_config(chain.head_config, engine, dtype, target)
     write_folder(folder, config, published_tensors(chain, KINDS[NAMED[kind]], dtype), None)
     check_export(folder, engine, chain.head_config)
+
+
+def convert_pickles(source: Path, folder: str | Path, dtype: torch.dtype) -> None:
+    """Writes a head whose weights are pickles as safetensors, with the same config. Nothing in a pickle is run."""
+    tensors: dict[str, Tensor] = {}
+    paths = sorted(source.glob(PICKLES))
+    if not paths:
+        raise ValueError(f"{source}: holds neither {WEIGHTS_FILE} nor {PICKLES}")
+    for path in paths:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # torch and pickle raise many classes without a common base
+            raise ValueError(f"{path}: is damaged, or holds more than tensors; nothing in it was run") from error
+        if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+            raise ValueError(f"{path}: is not a table of tensors")
+        tensors |= {
+            str(name): value.to(dtype if value.is_floating_point() else value.dtype, copy=True).contiguous()
+            for name, value in found.items()
+        }
+    raw = raw_config(source)
+    with whole_folder(Path(folder), OWN_FILES) as fresh:
+        write_json(fresh / CONFIG_FILE, raw)
+        write_tensors(tensors, fresh / WEIGHTS_FILE)
+        format = format_of(fresh)
+        try:
+            format.read(fresh, format.read_config(fresh))
+        except ValueError as error:
+            raise ValueError(str(error).replace(str(fresh), str(source))) from error
 
 
 def chain_kind(config: HeadConfig, engine: Engine) -> ChainKind:

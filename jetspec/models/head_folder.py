@@ -209,7 +209,10 @@ class HeadTensors(TensorFiles):
         self.names, self.num_drafted = names, num_drafted
         paths = sorted(folder.glob("*.safetensors"))
         if not paths:
-            raise ValueError(f"{WEIGHTS_FILE} is missing; weights in other files, such as pickles, are never opened")
+            raise ValueError(
+                f"{WEIGHTS_FILE} is missing; pickles can run code and are never opened here: "
+                f"`jetspec export {folder} --format hf --out NEW` converts one"
+            )
         for path in paths:
             file = open_safetensors(path)
             for stored in file.keys():  # noqa: SIM118  the handle is no mapping
@@ -346,6 +349,10 @@ class HeadFormat(ABC, Generic[C, H]):
             self.require_fit(path_or_id, config, target)
         if not config.tap_layers:
             raise ValueError(f"{folder} does not name its tap layers; load it together with its target")
+        return self.read(folder, config, dtype, device)
+
+    def read(self, folder: Path, config: C, dtype: DType = "auto", device: torch.device | str = "cpu") -> H:
+        """Reads the weights of a head in a folder and checks them."""
         head = on_meta(self.make, config)
         with errors_name(folder):
             tensors = HeadTensors(folder, self.names_of(str(kind_of(folder))), self.num_drafted(config))

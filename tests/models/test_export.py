@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
 from jetspec.commands.app import app
 from jetspec.models.decoder import RopeConfig
 from jetspec.models.draft_head import EdgeConfig, HeadConfig
+from jetspec.models.eagle3_format import EAGLE3
 from jetspec.models.export import ENGINES, Engine, chain_head, chain_kind, check_export, export_head
 from jetspec.models.head_format import load_head, save_head
+from jetspec.models.heads import load_any_head
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
 from tests.models.peers import TAPS, Peer
-from tests.models.test_head_format import Json, edit_config
+from tests.models.test_broken_folders import Bomb
+from tests.models.test_eagle3_format import PLAIN, TARGET, random_eagle3
+from tests.models.test_head_format import Json, Tensors, edit_config
 from tests.models.test_published_heads import assert_equal_to
 
 REFUSED = {"shifted": "slots", "adapter": "adapts"}
@@ -134,6 +140,62 @@ def test_command_exports_a_head(format: str, tmp_path: Path) -> None:
     assert result.stdout.strip() == str(tmp_path / "out")
     assert ("edge term" in result.stderr) == (format != "hf")
     assert ("vllm serve" in result.stderr) == (format != "hf")
+
+
+def write_pickle(folder: Path, tensors: Tensors, num_files: int = 1) -> None:
+    """Moves the weights of a folder to pickles."""
+    (folder / "model.safetensors").unlink()
+    for i in range(num_files):
+        part = {name: tensors[name] for name in sorted(tensors)[i::num_files]}
+        file = "pytorch_model.bin" if num_files == 1 else f"pytorch_model-{i + 1:05}-of-{num_files:05}.bin"
+        torch.save(part, folder / file)
+
+
+def convert(folder: Path, *words: str) -> str:
+    """Returns the errors of the command."""
+    result = CliRunner().invoke(app, ["export", str(folder), "--out", str(folder.parent / "out"), *words])
+    assert (result.exit_code == 0) == (folder.parent / "out").exists()
+    return "\n".join(line for line in result.stderr.splitlines() if not line.startswith("Writing"))
+
+
+@pytest.mark.parametrize("has_taps", [False, True])
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_pickled_eagle3_head_becomes_safetensors(num_files: int, has_taps: bool, tmp_path: Path) -> None:
+    """As its authors publish them: their config names no tap layers."""
+    folder, head = tmp_path / "head", random_eagle3(replace(PLAIN, tap_layers=(1, 3, 4)))
+    EAGLE3.save(head, folder, torch.float32)
+    write_pickle(folder, load_file(folder / "model.safetensors"), num_files)
+    if not has_taps:
+        unused = ("eagle_config", "eagle_aux_hidden_state_layer_ids", "num_target_layers")
+        edit_config(folder, lambda c: [c.pop(key) for key in unused])
+    with pytest.raises(ValueError, match=f"jetspec export {folder} --format hf"):
+        load_any_head(folder, TARGET)
+    convert(folder, "--dtype", "float32")
+    again = load_any_head(tmp_path / "out", TARGET)
+    assert again.head_config.tap_layers == head.head_config.tap_layers
+    for name, value in head.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_pickle_with_code_is_refused_unrun(tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    EAGLE3.save(random_eagle3(PLAIN), folder, torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    write_pickle(folder, tensors)
+    file = folder / "pytorch_model.bin"
+    whole, bomb = file.read_bytes(), {**tensors, "fc.weight": Bomb(tmp_path / "ran")}
+    torch.save(bomb, file)
+    zipped = file.read_bytes()
+    damaged = [zipped, pickle.dumps(bomb), b"", whole[:1000], pickle.dumps([1]), pickle.dumps({"fc.weight": 1})]
+    for content in damaged:
+        file.write_bytes(content)
+        message = convert(folder)
+        assert str(file) in message and "\n" not in message
+        assert not (tmp_path / "ran").exists()
+    torch.save({name: tensors[name] for name in tensors if name != "norm.weight"}, file)
+    assert "norm.weight" in convert(folder)
+    file.unlink()
+    assert "pytorch_model" in convert(folder)
 
 
 def test_local_target_names_its_architecture(tmp_path: Path) -> None:
