@@ -161,7 +161,7 @@ def convert(folder: Path, *words: str) -> str:
 @pytest.mark.parametrize("has_taps", [False, True])
 @pytest.mark.parametrize("num_files", [1, 2])
 def test_pickled_eagle3_head_becomes_safetensors(num_files: int, has_taps: bool, tmp_path: Path) -> None:
-    """As its authors publish them: their config names no tap layers."""
+    """Published configs name no tap layers."""
     folder, head = tmp_path / "head", random_eagle3(replace(PLAIN, tap_layers=(1, 3, 4)))
     EAGLE3.save(head, folder, torch.float32)
     write_pickle(folder, load_file(folder / "model.safetensors"), num_files)
