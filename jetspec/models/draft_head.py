@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.config import TreeConfig
-from jetspec.models.block_conv import ConvConfig, ConvLayer
+from jetspec.models.block_conv import BlockConv, ConvConfig, ConvLayer
 from jetspec.models.decoder import DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, Rope
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.models.path_terms import BlockStates, PathConfig, make_term
@@ -236,12 +236,16 @@ class DraftHead(EngineHead):
         self.register_buffer("token_of", torch.arange(reduced) if reduced else None)
 
     def init_weights(self, seed: int = 0) -> Self:
-        """Initialises the weights. The edge term starts at zero: training starts from the plain head."""
+        """Initialises the weights. The edge term starts at zero, convolutions at the identity: training starts from the
+        plain head."""
         super().init_weights(seed)
         if self.edge is not None:
             nn.init.zeros_(self.edge.successor)
-            if self.edge.gate is not None:
+            if self.edge.gate is not None and self.edge.gate_bias:  # without a bias two zeros would have no gradient
                 nn.init.zeros_(self.edge.gate.weight)
+        for module in self.modules():
+            if isinstance(module, BlockConv):
+                module.reset()
         return self
 
     def fuse(self, tap: Tensor) -> Tensor:

@@ -172,7 +172,7 @@ def without_edge(head: DraftHead) -> DraftHead:
 
 def write_chain_config(config: HeadConfig, engine: Engine, dtype: torch.dtype, target: str | None) -> dict[str, Any]:
     """Returns the contents of config.json, with rotary keys in the old and the new spelling."""
-    raw = write_config(replace(config, edge=None), dtype)
+    raw = write_config(replace(config, edge=None, conv=None), dtype)
     del raw["auto_map"]  # it names code that is not part of the folder
     rope = {"rope_type": "default", **(raw["rope_scaling"] or {}), "rope_theta": raw["rope_theta"]}
     raw["rope_parameters"] = rope

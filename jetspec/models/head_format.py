@@ -44,6 +44,11 @@ OWN: dict[str, str | tuple[str, ...]] = {
     "edge.predecessor": "edge.predecessor.weight",
     "edge.successor": "edge.successor.weight",
     "edge.gate.weight": "edge.gate.weight",
+    **{
+        f"layers.*.{conv}_conv.{leaf}": f"layers.*.{conv}_conv.{leaf}"
+        for conv in ("attention", "mlp")
+        for leaf in ("base_kernel", "kernel_projection.weight")
+    },
     "lm_head.weight": "lm_head.weight",
 }
 MARKOV: dict[str, str | tuple[str, ...]] = {
@@ -57,11 +62,6 @@ SELECTOR: dict[str, str | tuple[str, ...]] = {
     "edge.predecessor": "candidate_selector.predecessor_codebook",
     "edge.successor": "candidate_selector.successor_codebook",
     "edge.gate.weight": "candidate_selector.hidden_projection.weight",
-    **{
-        f"layers.*.{conv}_conv.{leaf}": f"layers.*.{conv}_conv.{leaf}"
-        for conv in ("attention", "mlp")
-        for leaf in ("base_kernel", "kernel_projection.weight")
-    },
 }
 DOMINO: dict[str, str | tuple[str, ...]] = {
     "path.input.weight": "prefix_gru.weight_ih_l0",
@@ -164,6 +164,17 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
         }
         return {"token_of": token_of, **full}
 
+    def unwritable(self, config: HeadConfig) -> str | None:
+        """Returns the part of a head that our own layout and training do not know, if there is one."""
+        parts = {
+            "a term of the path": config.path,
+            "a confidence": config.confidence,
+            "a reduced vocabulary": config.draft_vocab_size,
+            "mixtures of taps": config.fused_taps,
+            "scaled embeddings or logits": config.softcap or (config.embedding_scale, config.output_scale) != (1, 1),
+        }
+        return next((f"it has {part}" for part, value in parts.items() if value), None)
+
     def write_config(self, config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the contents of config.json, with the causal flag in all spellings that other readers know.
 
@@ -171,6 +182,8 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
         """
         c = config.layers
         assert c.qk_norm and c.qkv_bias == c.out_bias and not c.mlp_bias and c.moe is None, "the layers are not Qwen3's"
+        if problem := self.unwritable(config):
+            raise ValueError(f"the JetSpec layout cannot hold this head: {problem}")
         windows = {window for window in c.windows if window is not None}
         if len(windows) > 1:
             raise ValueError(f"the layers have windows of {sorted(windows)}; the format holds a single size")
@@ -183,6 +196,8 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
             own["last_tap"] = config.last_tap or "raw"
         if config.edge is not None:
             own["edge"] = {key: value for key, value in asdict(config.edge).items() if value is not None}
+        if config.conv is not None:
+            own["conv"] = asdict(config.conv)
         out: dict[str, Any] = {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -249,7 +264,11 @@ def _read_published(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadCon
             raise ValueError(f"num_target_layers is {num_target_layers}, but layer {max(tap_layers)} is tapped")
         num_target_layers = None
     target_hidden_size = c.size("target_hidden_size", layers.hidden_size)
-    causal, shifted = _flag(keys, CAUSAL), _flag(keys, SHIFTED)
+    causal, shifted, last_tap = _flag(keys, CAUSAL), _flag(keys, SHIFTED), read_last_tap(keys)
+    # Heads with all spellings of the flag were written by JetSpec, which taps the last layer itself.
+    may_tap_last = num_target_layers in (None, 1 + max(tap_layers))
+    if last_tap is None and may_tap_last and all(keys.get(key) is not None for key in CAUSAL):
+        last_tap = "raw"
     scales = {key: c.real(key, 1e-6, 1e6) for key in ("output_multiplier", "logit_scale") if keys.get(key) is not None}
     return HeadConfig(
         layers=layers,
@@ -265,7 +284,7 @@ def _read_published(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadCon
         output_scale=agreed(scales) or 1.0,
         softcap=c.real("final_logit_softcapping", 0, 1e6, 0.0) or None,
         draft_vocab_size=_draft_vocab_size(c, layers),
-        last_tap=read_last_tap(keys),
+        last_tap=last_tap,
     )
 
 
@@ -291,6 +310,9 @@ def _read_speculators(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadC
 def _with_terms(kind: str, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
     """Reads what the kinds add to the backbone."""
     c = Fields(keys)
+    if kind == "DFlash" and keys.get("conv") is not None:
+        own = Fields(table(keys, "conv"))
+        config = replace(config, conv=ConvConfig(own.size("taps"), own.size("group")))
     if kind == "DFlash" and keys.get("edge") is not None:
         e = Fields(table(keys, "edge"))
         count = e.integer("candidates", 0, MAX_VOCAB, 0) or None

@@ -22,11 +22,11 @@ LEAST = {
 }
 HEAD_LEAST = {
     **dict.fromkeys(("depth", "draft_vocab", "num_layers", "inner_size"), 1),
-    **dict.fromkeys(("mask_token", "edge_rank"), 0),
+    **dict.fromkeys(("mask_token", "edge_rank", "conv_taps"), 0),
     "block_size": 2,
 }
 """Least values of settings of a recipe, and of its head."""
-BLOCK_ONLY = ("num_layers", "block_size", "causal", "mask_token", "edge_rank")
+BLOCK_ONLY = ("num_layers", "block_size", "causal", "shifted", "mask_token", "edge_rank", "edge_gate", "conv_taps")
 EAGLE3_ONLY = ("depth", "draft_vocab")
 """Settings of one kind of head that do not apply to the other."""
 
@@ -55,6 +55,8 @@ class HeadShape:
     """Tokens of a draft, the anchor included."""
     causal: bool = True
     """Causal attention within a block. False: bidirectional (DFlash)."""
+    shifted: bool = False
+    """Slot k predicts position k + 1, so that a block drafts one token more (DSpark)."""
     tap_layers: tuple[int, ...] | None = None
     """Target layers whose outputs the head reads, counted from 0."""
     mask_token: int | None = None
@@ -63,6 +65,10 @@ class HeadShape:
     """Width of the MLP."""
     edge_rank: int = 0
     """Rank of the edge term. 0: no edge term, or that of the head to start from."""
+    edge_gate: Literal["biased", "alone", "none"] = "biased"
+    """Factor of the edge term: 1 + G h (`biased`), G h (`alone`, as in DFlash2), or 1 (`none`, as in DSpark)."""
+    conv_taps: int = 0
+    """Slots that the convolutions around attention and MLP read, as in DFlash2: 2 there. 0: no convolutions."""
     depth: int | None = None
     """EAGLE-3: unrolled steps in training. None: 7, as in its paper."""
     draft_vocab: int | None = None
@@ -80,6 +86,8 @@ class HeadShape:
             raise ValueError(f"head.tap_layers names {len(self.tap_layers)} layers; an EAGLE-3 head taps {EAGLE3_TAPS}")
         if self.block_size > 1 + MAX_DEPTH:
             raise ValueError(f"head.block_size is {self.block_size}; trees are at most {MAX_DEPTH} deep")
+        if self.edge_gate != "biased" and not self.edge_rank:
+            raise ValueError(f"head.edge_gate is {self.edge_gate}, but head.edge_rank is 0: there is no edge term")
         if self.tap_layers is not None and not self.tap_layers:
             raise ValueError("head.tap_layers is empty; name at least one layer, or null for the usual ones")
         for layer in self.tap_layers or ():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from dataclasses import replace
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from jetspec.config import EAGLE3_DEPTH
 from jetspec.data.corpus import Documents, PackedData, Tally, read_documents
 from jetspec.files import write_whole
+from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
+from jetspec.models.head_format import BLOCK
 from jetspec.models.heads import Head, load_any_head
 from jetspec.record import shown
 from jetspec.train.config import BLOCK_ONLY, EAGLE3_ONLY, HeadShape, TrainConfig
@@ -108,10 +111,12 @@ def start_head(config: TrainConfig, target: Decoder) -> Head:
     if config.head.kind == "eagle3":
         return loaded
     head = cast(DraftHead, loaded)
+    if problem := BLOCK.unwritable(head.head_config):
+        raise ValueError(f"{config.start} cannot be trained: {problem}")
     if config.row_len <= head.head_config.block_size:
         raise ValueError(f"row_len {config.row_len} cannot hold a block of {head.head_config.block_size}")
     if config.head.edge_rank and head.edge is None:
-        with_edge = replace(head.head_config, edge=EdgeConfig(config.head.edge_rank))
+        with_edge = replace(head.head_config, edge=edge_config(config.head))
         extended = DraftHead(with_edge).init_weights(config.seed)
         extended.load_state_dict(head.state_dict(), strict=False)
         return extended
@@ -128,8 +133,10 @@ def check_agrees(shape: HeadShape, head: HeadConfig | Eagle3Config, start: str) 
         "tap_layers": head.tap_layers,
         "inner_size": head.layers.inner_size,
         "edge_rank": edge.rank if edge else shape.edge_rank,
+        "edge_gate": gate_of(edge) if edge else shape.edge_gate,
+        "conv_taps": head.conv.taps if isinstance(head, HeadConfig) and head.conv else 0,
         "draft_vocab": getattr(head, "draft_vocab_size", None),
-        **{name: getattr(head, name, None) for name in ("block_size", "causal", "mask_token", "depth")},
+        **{name: getattr(head, name, None) for name in ("block_size", "causal", "shifted", "mask_token", "depth")},
     }
     for name in ("tap_layers", "inner_size", *(BLOCK_ONLY if shape.kind == "block" else EAGLE3_ONLY)):
         wanted = getattr(shape, name)
@@ -181,8 +188,19 @@ def head_config(shape: HeadShape, target: DecoderConfig) -> HeadConfig:
         block_size=shape.block_size,
         causal=shape.causal,
         num_target_layers=target.num_layers,
-        edge=EdgeConfig(shape.edge_rank) if shape.edge_rank else None,
+        shifted=shape.shifted,
+        edge=edge_config(shape) if shape.edge_rank else None,
+        conv=ConvConfig(shape.conv_taps, math.gcd(ConvConfig.group, target.hidden_size)) if shape.conv_taps else None,
     )
+
+
+def gate_of(edge: EdgeConfig) -> str:
+    """The setting `head.edge_gate` of an edge term."""
+    return "none" if not edge.gate else "biased" if edge.gate_bias else "alone"
+
+
+def edge_config(shape: HeadShape) -> EdgeConfig:
+    return EdgeConfig(shape.edge_rank, shape.edge_gate != "none", 0.0 if shape.edge_gate == "alone" else 1.0)
 
 
 def layers_like(target: DecoderConfig, num_layers: int, inner_size: int | None) -> DecoderConfig:

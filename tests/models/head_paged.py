@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.types import BatchLayout, KVPages, TreeBatch
@@ -40,6 +41,7 @@ HEADS = {
     "biased": replace(CAUSAL, layers=replace(LAYERS, qkv_bias=True, out_bias=True)),
     "edge": replace(CAUSAL, edge=EdgeConfig(rank=6)),
     "edge_without_gate": replace(CAUSAL, edge=EdgeConfig(rank=6, gate=False, gate_bias=0.5)),
+    "convolved": replace(CAUSAL, conv=ConvConfig(2, 8), edge=EdgeConfig(rank=6, gate_bias=0.0, candidates=9)),
     "edge_all_gate": replace(CAUSAL, edge=EdgeConfig(rank=6, gate_bias=0.0), causal=False),
 }
 

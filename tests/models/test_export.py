@@ -28,7 +28,7 @@ from tests.models.test_eagle3_format import PLAIN, TARGET, random_eagle3
 from tests.models.test_head_format import Json, Tensors, edit_config
 from tests.models.test_published_heads import assert_equal_to
 
-REFUSED = {"shifted": "slots", "adapter": "adapts"}
+REFUSED = {"shifted": "slots", "adapter": "adapts", "convolved": "convolutions"}
 YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)
 
 each_engine = pytest.mark.parametrize("engine", ENGINES)

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from jetspec.files import NAMED
+from jetspec.models.decoder import Decoder, on_meta
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import load_any_head, save_any_head
 from jetspec.train.config import HeadShape, TrainConfig
 from jetspec.train.run import make_trainer, start_head
 from tests.engine.tiny import tiny_decoder
+from tests.models.peers import Peer
 
 TARGET = tiny_decoder()
 MASK = TARGET.config.vocab_size - 1
@@ -104,6 +106,9 @@ def finished(tmp_path: Path) -> str:
         ("num_layers", 3),
         ("block_size", 8),
         ("causal", False),
+        ("shifted", True),
+        ("edge_gate", "none"),
+        ("conv_taps", 2),
         ("tap_layers", (0,)),
         ("mask_token", 3),
         ("inner_size", 40),
@@ -127,6 +132,13 @@ def test_edge_term_is_added_or_kept(tmp_path: Path, finished: str) -> None:
     assert isinstance(again, DraftHead) and again.edge is not None
     with pytest.raises(ValueError, match=r"head\.edge_rank is 8, but 4"):
         start_head(replace(config, head=HeadShape(edge_rank=8)), TARGET)
+
+
+def test_head_with_parts_that_are_not_trained_is_refused(tmp_path: Path) -> None:
+    Peer.make("dspark", markov_rank=6, markov_head_type="gated").save(tmp_path)
+    config = replace(TARGET.config, vocab_size=37, hidden_size=16, num_layers=6)
+    with pytest.raises(ValueError, match="path"):
+        start_head(recipe(tmp_path, "a", start=str(tmp_path), head=HeadShape()), on_meta(Decoder, config))
 
 
 def test_row_holds_a_block_of_the_start(tmp_path: Path) -> None:

@@ -494,6 +494,27 @@ def test_train_only_edge_freezes_the_rest(answers: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
+    "shape",
+    [
+        {"shifted": True, "causal": False, "edge_gate": "none"},
+        {"causal": False, "edge_gate": "alone", "conv_taps": 2},
+    ],
+    ids=["DSpark", "DFlash2"],
+)
+def test_heads_like_those_of_others_learn(answers: Path, tmp_path: Path, shape: dict[str, Any]) -> None:
+    """Every weight changes, the loss falls, and the written head drafts the target's text."""
+    trainer = make_trainer(recipe(answers, tmp_path, head=replace(SHAPE, **shape), steps=40), TARGET)
+    start, before = weights(trainer), trainer.validate().loss
+    trainer.run()
+    assert trainer.validate().loss < before
+    assert not [name for name, value in weights(trainer).items() if torch.equal(value, start[name])]
+    head = load_head(tmp_path / "head", TARGET.config, dtype=torch.float32)
+    prompts, sampling = [[5 + i, 6] for i in range(4)], SamplingParams(max_tokens=24)
+    drafted = run(make_engine(TARGET, "head", head, TreeConfig(budget=8)), prompts, sampling)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in run(make_engine(TARGET), prompts, sampling)]
+
+
+@pytest.mark.parametrize(
     "loss", [{"kind": "sft"}, {"kind": "reverse_kl"}, {"gamma": 3.0}, {"dpace": 0.5}, {"temperature": 2.0}]
 )
 def test_every_loss_learns(answers: Path, tmp_path: Path, loss: dict[str, Any]) -> None:
