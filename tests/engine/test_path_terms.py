@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
-from jetspec.config import EngineConfig, TreeConfig
+from jetspec.config import EngineConfig, Execution, TreeConfig
 from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.path_terms import PathConfig
 from jetspec.types import SamplingParams
-from tests.engine.tiny import VOCAB, Texts, make_engine, randomize, run, tiny_decoder
+from tests.engine.tiny import VOCAB, Texts, make_engine, plain, randomize, run, tiny_decoder
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8] * 9, list(range(30))]
@@ -80,3 +81,16 @@ def test_trees_do_not_depend_on_the_batch(changes: dict[str, Any]) -> None:
         return list(seen.values())
 
     assert trees(1) == trees(4)
+
+
+@pytest.mark.gpu
+@each_head
+def test_captured_rounds_write_the_same_text(changes: dict[str, Any]) -> None:
+    target, head = copy.deepcopy(TARGET).cuda(), path_head(changes).cuda()
+    tree, sampling = TreeConfig(budget=32, width=4), SamplingParams(max_tokens=20)
+
+    def texts(execution: Execution) -> list[list[int]]:
+        engine = make_engine(target, "head", head, tree, EngineConfig(max_batch=3, execution=execution))
+        return [c.token_ids for c in run(engine, PROMPTS, sampling)]
+
+    assert texts("graph") == texts("eager") == plain(target, PROMPTS, sampling)
