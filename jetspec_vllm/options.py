@@ -10,6 +10,7 @@ from typing import Any
 from jetspec.aliases import renamed
 from jetspec.config import TreeConfig
 from jetspec.models.draft_head import HeadConfig
+from jetspec.models.head_folder import kind_of
 from jetspec.models.head_format import read_config, require_fit
 from jetspec.models.hub import resolve
 from jetspec_vllm import OPTIONS
@@ -93,7 +94,10 @@ def check_head(config: Any) -> None:
     name, model = config.speculative_config.draft_model_config.model, config.model_config
     tree = tree_config(config.additional_config, config.speculative_config.num_speculative_tokens)
     target = TargetShape(model.get_vocab_size(), model.get_hidden_size(), model.get_total_num_hidden_layers())
-    head = read_config(resolve(name))
+    folder = resolve(name)
+    if (kind := kind_of(folder)) not in (None, "DFlash"):
+        refuse([f"heads of kind {kind}"])
+    head = read_config(folder)
     refuse(head_refusals(head, tree))
     require_fit(name, head, target)
 

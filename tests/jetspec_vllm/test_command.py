@@ -260,6 +260,10 @@ def test_a_head_that_does_not_fit_is_refused_at_start(head: str, tmp_path: Path)
     save_head(make_head(replace(HEAD, target_hidden_size=2 * TARGET.hidden_size)), tmp_path / "adapted")
     with pytest.raises(ValueError, match="size"):
         check_head(configured(str(tmp_path / "adapted")))
+    foreign = {"architectures": ["Qwen3DSparkModel"]}
+    (tmp_path / "adapted" / "config.json").write_text(json.dumps(foreign))
+    with pytest.raises(ValueError, match="DSpark"):
+        check_head(configured(str(tmp_path / "adapted")))
     for other in (replace(TARGET, vocab_size=99), replace(TARGET, hidden_size=99), replace(TARGET, num_layers=99)):
         with pytest.raises(ValueError, match="99"):
             check_head(configured(head, other))
