@@ -48,6 +48,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
 
 
 Parts = dict[str, str]
@@ -177,7 +178,7 @@ def config_from_gguf(file: GGUFFile) -> DecoderConfig:
             inner_size=c.size("feed_forward_length"),
             max_len=c.integer("context_length", 1, MAX_LEN),
             norm_eps=c.real("attention.layer_norm_rms_epsilon", 0, 1),
-            rope=replace(_rope_from_gguf(c), divisors=_divisors(file, head_dim)),
+            rope=replace(rope_from_gguf(c), divisors=_divisors(file, head_dim)),
             qkv_bias="blk.0.attn_q.bias" in file,
             out_bias="blk.0.attn_output.bias" in file,
             mlp_bias="blk.0.ffn_down.bias" in file,
@@ -317,7 +318,19 @@ def _moe_layers(c: Fields, raw: Mapping[str, Any], num_layers: int) -> tuple[int
     return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
 
 
-def _rope_from_gguf(c: Fields) -> RopeConfig:
+def rope_to_hf(rope: RopeConfig) -> dict[str, Any] | None:
+    """Returns `rope_scaling` of a config.json, which has `rope_theta` beside it."""
+    if rope.divisors:
+        raise ValueError("a config.json cannot hold a factor for each rotary frequency")
+    if rope.kind == "default":
+        return None
+    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.original_len:
+        scaling["original_max_position_embeddings"] = rope.original_len
+    return scaling | {name: getattr(rope, name) for name in ROPE_KEYS.get(rope.kind, ())}
+
+
+def rope_from_gguf(c: Fields) -> RopeConfig:
     theta = c.real("rope.freq_base", 1, 1e12, 10_000.0)
     kind = c.raw.get(f"{c.prefix}rope.scaling.type", "none")
     if kind == "none":

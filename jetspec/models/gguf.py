@@ -33,6 +33,8 @@ TYPES = {type.value: type for type in GGMLQuantizationType}
 READABLE = ("F32", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "BF16")
 """Storage formats, by their names in the gguf package."""
 PLAIN: dict[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+INTEGERS: dict[str, torch.dtype] = {"I32": torch.int32, "I64": torch.int64}
+"""Formats of maps between vocabularies, which are no weights."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ class GGUFFile:
     def read(self, name: str, out: Tensor) -> None:
         """Dequantises a tensor into `out`, which has its shape and any floating dtype."""
         info = self.tensors[name]
+        if info.type.name in INTEGERS and out.is_floating_point():
+            raise ValueError(f"tensor {name} is stored as {info.type.name}; {', '.join(READABLE)} can be read")
         is_direct = out.is_contiguous() and out.device.type == "cpu"
         flat = (out if is_direct else torch.empty(info.shape, dtype=out.dtype)).view(-1)
         data = np.frombuffer(self._data, np.uint8, info.num_bytes, self._data_start + info.offset)
@@ -176,7 +180,7 @@ class _Cursor:
         shape = tuple(self.integer(8) for _ in range(num_dims))[::-1]
         kind, offset = self.integer(4), self.integer(8)
         type = TYPES.get(kind)
-        if type is None or type.name not in READABLE:
+        if type is None or type.name not in (*READABLE, *INTEGERS):
             stored = type.name if type else f"type {kind}"
             raise self.error(f"stores tensors as {stored}; {', '.join(READABLE)} can be read")
         block, num_bytes = GGML_QUANT_SIZES[type]
@@ -186,6 +190,6 @@ class _Cursor:
 
 
 def _decode(raw: np.ndarray, type: GGMLQuantizationType) -> Tensor:
-    if type.name in PLAIN:
-        return torch.from_numpy(raw.copy()).view(PLAIN[type.name])
+    if (dtype := (PLAIN | INTEGERS).get(type.name)) is not None:
+        return torch.from_numpy(raw.copy()).view(dtype)
     return torch.from_numpy(dequantize(raw[None], type)[0])

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from jetspec.files import some, whole_folder
-from jetspec.models.decoder import DecoderConfig, DecoderStack, RopeConfig, filled, on_meta
+from jetspec.models.decoder import DecoderConfig, DecoderStack, filled, on_meta
 from jetspec.models.draft_head import HeadConfig, LastTap
 from jetspec.models.eagle3 import Eagle3Config
-from jetspec.models.families import config_from_hf, pieces, rope_from_hf
-from jetspec.models.gguf import PLAIN, GGUFFile
+from jetspec.models.families import config_from_hf, pieces, rope_from_hf, rope_to_hf
+from jetspec.models.gguf import PLAIN
+from jetspec.models.head_gguf import DrafterFile, drafter_kind
 from jetspec.models.hub import head_path, resolve
 from jetspec.models.tensor_files import (
     CONFIG_FILE,
@@ -39,7 +40,6 @@ CARD_FILE = "README.md"
 OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 SCALE = "_scale"
 """Suffix of the tensor that holds the factor per row of an int8 matrix."""
-ROPE_KEYS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_fast", "beta_slow", "attention_factor")}
 T = TypeVar("T")
 H = TypeVar("H", bound=DecoderStack)
 C = TypeVar("C", HeadConfig, Eagle3Config)
@@ -47,9 +47,8 @@ C = TypeVar("C", HeadConfig, Eagle3Config)
 
 def kind_of(path: Path) -> str | None:
     """Returns the kind of the head in a folder or GGUF file, by its characteristic keys; None: it is no head."""
-    if path.suffix == ".gguf":
-        is_head = GGUFFile(path).metadata.get("general.architecture") == "dflash"
-        return "GGUF (dflash)" if is_head else None
+    if path.suffix == ".gguf" and (kind := drafter_kind(path)) != "dflash":
+        return kind and f"GGUF ({kind})"
     return kind_of_config(raw_config(path))
 
 
@@ -207,14 +206,14 @@ class HeadTensors(TensorFiles):
     def __init__(self, folder: Path, names: Names, num_drafted: int | None = None) -> None:
         super().__init__()
         self.names, self.num_drafted = names, num_drafted
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.safetensors"))
         if not paths:
             raise ValueError(
                 f"{WEIGHTS_FILE} is missing; pickles can run code and are never opened here: "
                 f"`jetspec export {folder} --format hf --out NEW` converts one"
             )
         for path in paths:
-            file = open_safetensors(path)
+            file = DrafterFile(path) if path.suffix == ".gguf" else open_safetensors(path)
             for stored in file.keys():  # noqa: SIM118  the handle is no mapping
                 name = names.published(stored)
                 if name in self.entries:
@@ -328,7 +327,7 @@ class HeadFormat(ABC, Generic[C, H]):
             raise ValueError(f"{folder} is not a draft head: {why}")
         if kind not in self.kinds:
             raise ValueError(refusal(folder, kind))
-        with errors_name(folder / CONFIG_FILE):
+        with errors_name(folder if folder.is_file() else folder / CONFIG_FILE):
             return self.parse(raw_config(folder))
 
     def load(
@@ -383,7 +382,8 @@ class HeadFormat(ABC, Generic[C, H]):
             "num_target_layers": config.num_target_layers,
             "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
         }
-        return shared | self.facts(config, str(kind_of(folder)))
+        facts = self.facts(config, str(kind_of(folder)))
+        return shared | facts | ({"format": f"{facts['format']} (GGUF)"} if folder.is_file() else {})
 
     def require_fit(self, name: str | Path, head: C, target: TargetShape) -> None:
         """Raise ValueError for a head that does not fit a target."""
@@ -465,8 +465,10 @@ def write_folder(folder: str | Path, config: dict[str, Any], tensors: dict[str, 
 
 
 def raw_config(folder: Path) -> dict[str, Any]:
-    """Returns the contents of config.json; empty if there is none."""
+    """Returns the contents of config.json, or the metadata of a GGUF file in its form; empty if there is none."""
     with errors_name(folder):
+        if folder.suffix == ".gguf":
+            return DrafterFile(folder).config()
         return read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else {}
 
 
@@ -510,18 +512,7 @@ def layer_fields(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
         "vocab_size": c.vocab_size,
         "max_position_embeddings": c.max_len,
         "rope_theta": c.rope.theta,
-        "rope_scaling": _rope_scaling(c.rope),
+        "rope_scaling": rope_to_hf(c.rope),
         "tie_word_embeddings": False,
         "dtype": str(dtype).removeprefix("torch."),
     }
-
-
-def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    if rope.divisors:
-        raise ValueError("a config.json cannot hold a factor for each rotary frequency")
-    if rope.kind == "default":
-        return None
-    scaling: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.original_len:
-        scaling["original_max_position_embeddings"] = rope.original_len
-    return scaling | {name: getattr(rope, name) for name in ROPE_KEYS.get(rope.kind, ())}

@@ -252,8 +252,9 @@ def test_other_kinds_of_heads_are_refused(name: str, folder: Path) -> None:
 
 
 def test_other_files_are_refused(folder: Path) -> None:
-    file = write_gguf(folder.parent / "head.gguf", {}, {}, "dflash")
-    assert "GGUF" in refusal(file) and describe(file)["format"] == "GGUF (dflash)"
+    for kind in ("dflash-draft", "eagle3"):
+        file = write_gguf(folder.parent / f"{kind}.gguf", {}, {}, kind)
+        assert kind in refusal(file) and describe(file)["format"] == f"GGUF ({kind})"
     assert f"{folder.parent} is not a draft head: did you mean {folder}?" in refusal(folder.parent)
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     for target in (folder, write_gguf(folder.parent / "target.gguf", {}, {})):
