@@ -134,7 +134,7 @@ def with_head_of(llm: LLM, method: MethodConfig) -> LLM:
     found = llm if method.head is None else llm.with_head(method.head)
     if found.head is None:
         raise ValueError(f"{method.name} needs a head: name it as {method.name}=FOLDER, or with `head` in the recipe")
-    if (kind := kind_of(found.head)) != method.traits.head:
+    if (kind := kind_of(found.head)) != method.traits.head != "any":
         whose = "the model's own head" if method.head is None else method.head
         raise ValueError(f"{method.name} needs a head of kind {method.traits.head}, and {whose} is of kind {kind}")
     return found

@@ -66,7 +66,10 @@ OURS: dict[str, Counterpart] = {
 }
 """Our methods by name."""
 
-OURS_ALONE = ("ngram", "eagle3-deep", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server", "shipped")
+OURS_ALONE = (
+    *("ngram", "eagle3-deep", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server", "shipped"),
+    *("chain", "tree"),
+)
 """Methods that the paper has not measured."""
 
 

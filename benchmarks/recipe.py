@@ -21,7 +21,7 @@ from jetspec.settings import at_least
 from jetspec.types import SamplingParams
 
 PLAIN, TRANSFORMERS = "plain", "transformers"
-HeadKind = Literal["bidirectional", "causal", "edge", "eagle3"]
+HeadKind = Literal["bidirectional", "causal", "edge", "eagle3", "any"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 PAPER_WIDTH, PAPER_DEPTH = 7, 15
@@ -88,6 +88,8 @@ KINDS: dict[str, Kind] = {
     ),
     "jetspec": Kind(head="causal", takes=_SCORED),
     "jetspec-edge": Kind(head="edge", takes=("head", "budgets", *_SHAPE)),
+    "chain": Kind(head="any", budgets=(16,), width=1, takes=("head", *_TREE[::2], "draft_temperature")),
+    "tree": Kind(head="any", takes=("head", "budgets", *_SHAPE)),
     TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
     "transformers-assisted": Kind(budgets=(None,), takes=("assistant",), one_at_a_time=True, about=_EAGER),
     "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True, about=_EAGER),
@@ -97,7 +99,7 @@ KINDS: dict[str, Kind] = {
 with a causal head: as published, where a tree has all children of the best nodes, or with the best nodes alone, without
 an edge term or with one. Published small trees of JetSpec: those of 16 nodes are chains; of 32 nothing is stated."""
 
-USUAL: dict[HeadKind, str] = {kind.head: name for name, kind in KINDS.items() if kind.head}
+USUAL: dict[HeadKind, str] = {kind.head: name for name, kind in KINDS.items() if kind.head and kind.head != "any"}
 """Method of a head when none is named: the last above."""
 
 SHORT = {**{name: "head" for name, kind in KINDS.items() if kind.head}, "transformers-assisted": "assistant"}

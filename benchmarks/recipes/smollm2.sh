@@ -19,5 +19,7 @@ edge smollm2_135m
 causal smollm2_135m --set head.edge_rank=0
 bidirectional smollm2_135m --set head.edge_rank=0 --set head.causal=false --set optimizer.lr=1.0e-2
 eagle3 smollm2_135m_eagle3
+dspark smollm2_135m --set head.causal=false --set head.shifted=true --set head.edge_gate=none --set optimizer.lr=1.0e-2
+dflash2 smollm2_135m --set head.causal=false --set head.edge_gate=alone --set head.conv_taps=2 --set optimizer.lr=1.0e-2
 HEADS
 ${BENCHMARKS:-python -m benchmarks} run benchmarks/recipes/smollm2.yaml --data-dir "$questions"
