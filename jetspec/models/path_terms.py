@@ -66,7 +66,10 @@ class BlockStates:
     def at(self, depth: int) -> Tensor:
         """States that predict a depth, (B, 1, M)."""
         slot = self.first_slot + depth - 1
-        return self.hidden_BSM[:, slot : slot + 1]
+        return self.slot(slot)
+
+    def slot(self, slot: int) -> Tensor:
+        return self.hidden_BSM[:, slot : slot + 1].contiguous()
 
 
 class Term(nn.Module):
@@ -95,9 +98,7 @@ class Term(nn.Module):
 
         def step(depth: int, token_BW: Tensor, state_BWS: Tensor) -> tuple[Tensor, Tensor]:
             vector_BWR, state_BWS = self.step(block, depth, token_BW, state_BWS)
-            vector_BWR = (
-                vector_BWR.float() if depth >= self.config.first_depth else torch.zeros_like(vector_BWR.float())
-            )
+            vector_BWR = vector_BWR.float() * float(depth >= self.config.first_depth)
             return vector_BWR if factor_B11 is None else vector_BWR * factor_B11, state_BWS
 
         return PathTerm(self.root(block), step, self.rows(block.target))
@@ -130,7 +131,7 @@ class GatedTerm(Term):
 
     def step(self, block: BlockStates, depth: int, token_BW: Tensor, state_BWS: Tensor) -> tuple[Tensor, Tensor]:
         e_BWR = F.embedding(token_BW, self.predecessor)
-        return self.gate(_joined(block.at(depth), e_BWR)).sigmoid() * e_BWR, state_BWS
+        return _product(self.gate, _joined(block.at(depth), e_BWR)).sigmoid() * e_BWR, state_BWS
 
 
 class RecurrentTerm(Term):
@@ -151,7 +152,7 @@ class RecurrentTerm(Term):
     def step(self, block: BlockStates, depth: int, token_BW: Tensor, state_BWS: Tensor) -> tuple[Tensor, Tensor]:
         h_BWM = block.at(depth).expand(-1, token_BW.shape[1], -1)
         e_BWR = F.embedding(token_BW, self.predecessor)
-        gate, candidate, out = self.joint(torch.cat((state_BWS, e_BWR, h_BWM), -1)).chunk(3, -1)
+        gate, candidate, out = _product(self.joint, torch.cat((state_BWS, e_BWR, h_BWM), -1)).chunk(3, -1)
         return out.tanh(), torch.lerp(candidate.tanh(), state_BWS, gate.sigmoid())
 
 
@@ -167,11 +168,11 @@ class GRUTerm(Term):
         self.project = Linear(layers.hidden_size + config.inner, config.rank)
 
     def step(self, block: BlockStates, depth: int, token_BW: Tensor, state_BWS: Tensor) -> tuple[Tensor, Tensor]:
-        reset_x, update_x, new_x = self.input(block.target.embed(token_BW)).chunk(3, -1)
-        reset_s, update_s, new_s = self.recurrent(state_BWS).chunk(3, -1)
+        reset_x, update_x, new_x = _product(self.input, block.target.embed(token_BW)).chunk(3, -1)
+        reset_s, update_s, new_s = _product(self.recurrent, state_BWS).chunk(3, -1)
         new = (new_x + (reset_x + reset_s).sigmoid() * new_s).tanh()
         state_BWS = torch.lerp(new, state_BWS, (update_x + update_s).sigmoid())
-        return F.silu(self.project(_joined(block.at(depth), state_BWS))), state_BWS
+        return F.silu(_product(self.project, _joined(block.at(depth), state_BWS))), state_BWS
 
 
 class MixedTerm(Term):
@@ -206,13 +207,13 @@ class MixedTerm(Term):
         entries = list(state_BWS.split(rank, -1))
         entries[slot] = entry_BWR
         mixed_BWR = entry_BWR + sum(self.mix[:, slot, j] * entries[j] for j in range(slot + 1))
-        vector_BWR = mixed_BWR + self.down(ops.swiglu(self.gate_up(mixed_BWR)))
+        vector_BWR = mixed_BWR + _product(self.down, ops.swiglu(_product(self.gate_up, mixed_BWR)))
         return vector_BWR, torch.cat(entries, -1)
 
     def entry(self, block: BlockStates, slot: int, e_BWR: Tensor) -> Tensor:
-        hidden_BSM = block.hidden_BSM
-        shared = (self.own(hidden_BSM[:, slot : slot + 1]), self.mean(hidden_BSM.mean(1, keepdim=True)))
-        return self.input(_joined(torch.cat(shared, -1), e_BWR))
+        mean_B1M = block.hidden_BSM.mean(1, keepdim=True)
+        shared = (_product(self.own, block.slot(slot)), _product(self.mean, mean_B1M))
+        return _product(self.input, _joined(torch.cat(shared, -1), e_BWR))
 
 
 class CorrectedTerm(Term):
@@ -230,8 +231,8 @@ class CorrectedTerm(Term):
 
     def step(self, block: BlockStates, depth: int, token_BW: Tensor, state_BWS: Tensor) -> tuple[Tensor, Tensor]:
         embedded = self.embed_norm(block.target.embed(token_BW))
-        inner = self.gate_up(_joined(self.hidden_norm(block.at(depth)), embedded))
-        return self.down(ops.swiglu(inner)), state_BWS
+        inner = _product(self.gate_up, _joined(self.hidden_norm(block.at(depth)), embedded))
+        return _product(self.down, ops.swiglu(inner)), state_BWS
 
 
 def make_term(config: PathConfig, layers: DecoderConfig, block_size: int) -> Term:
@@ -245,3 +246,8 @@ def make_term(config: PathConfig, layers: DecoderConfig, block_size: int) -> Ter
 def _joined(shared_B1X: Tensor, own_BWX: Tensor) -> Tensor:
     """Concatenates numbers of a request and numbers of its nodes."""
     return torch.cat((shared_B1X.expand(*own_BWX.shape[:-1], -1), own_BWX), -1)
+
+
+def _product(linear: Linear, x_BWX: Tensor) -> Tensor:
+    """Returns a product of all nodes, as rows of one matrix, which the kernels of few rows need."""
+    return linear(x_BWX.flatten(0, 1)).unflatten(0, x_BWX.shape[:2])
