@@ -28,6 +28,7 @@ from benchmarks.results import RESULTS_FILE, Record, commits_of, device_of, read
 from benchmarks.tables import glance_table, groups_of
 from benchmarks.training import TREE_BUDGETS, VARIANTS
 from jetspec.files import read_text, write_whole
+from jetspec.models.hub import DEFAULT_MODEL
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
 PLAIN = 1
@@ -397,9 +398,9 @@ def length_parts(records: Mapping[str, Record], docs: Path) -> list[str]:
 
 def head_name(head: str | None) -> str:
     """Name of the run that trained a head. Without a folder it is the shipped one."""
-    if head is None:
+    if head in (None, DEFAULT_MODEL):
         return "shipped"
-    path = Path(head)
+    path = Path(str(head))
     return path.parent.name if path.name == "head" else path.name
 
 

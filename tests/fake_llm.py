@@ -44,7 +44,7 @@ class FakeLLM:
         device: str = "auto",
     ) -> None:
         self.made.append({"model": model, "head": head, "engine": engine, "dtype": dtype, "device": device})
-        self.drafter = drafter or "ngram"
+        self.drafter, self.head_name = drafter or "ngram", head
         self.tree = tree or TreeConfig(budget=16)
         self.tokenizer = SimpleNamespace(token_text=WORDS.__getitem__)
         self.target = SimpleNamespace(decoder=SimpleNamespace(embedding=SimpleNamespace(dtype=self.dtype)))

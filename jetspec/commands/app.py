@@ -22,7 +22,7 @@ from jetspec.commands.screen import BROKEN_PIPE, FAILED, INTERRUPTED
 
 COMMANDS = (
     *("generate", "chat", "compare", "tree", "bench", "serve", "train", "eval-head", "data", "profile"),
-    *("export", "info", "vllm", "version", "help"),
+    *("export", "info", "heads", "vllm", "version", "help"),
 )
 GONE = ("report", "grade", "load")
 """Commands of an earlier release, now of `python -m benchmarks`."""

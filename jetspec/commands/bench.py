@@ -77,10 +77,13 @@ def bench(
 
         texts = tuple(question.turns[0] for question in read_questions(data, limit))
     llm = load_llm(settings.model, settings.engine, given.get("tree"))
+    from jetspec.record import shown_head, write_record
+
     results = measure(*both_sides(llm, settings.sampling, chat), texts, repeats)
     record = {
         "model": llm.model_name,
         "drafter": llm.drafter,
+        "head": llm.head_name and shown_head(llm.head_name),
         "tree": asdict(llm.tree),
         "dtype": str(llm.target.decoder.embedding.dtype).removeprefix("torch."),
         "max_tokens": settings.sampling.token_limit,
@@ -89,8 +92,6 @@ def bench(
     }
     write_json(record) if as_json else out().print(_table(record))
     if out_file is not None:
-        from jetspec.record import write_record
-
         write_record(out_file, record)
     check_identical(record["identical"], llm, settings.sampling)
 

@@ -169,7 +169,7 @@ def _results(
     forced = {task: score.tokens_per_round for task, score in scores.items()}
     return {
         "model": llm.model_name,
-        "head": settings.model.head and shown_head(settings.model.head),
+        "head": llm.head_name and shown_head(llm.head_name),
         "dtype": str(llm.target.decoder.embedding.dtype).removeprefix("torch."),
         "batch": llm.config.max_batch,
         "limit": settings.eval.limit,

@@ -18,7 +18,7 @@ import typer
 from jetspec.aliases import RENAMED, current, renamed
 from jetspec.commands.screen import detail, working
 from jetspec.config import DrafterName, DtypeName, EngineConfig, TreeConfig
-from jetspec.models.hub import DEFAULT_MODEL, check_name, head_path
+from jetspec.models.hub import AUTO, DEFAULT_MODEL, check_name, head_path
 from jetspec.settings import Setting, describe_settings, parse_overrides, updated
 from jetspec.types import SamplingParams
 
@@ -57,7 +57,8 @@ class ModelConfig(TargetConfig):
     """Target, drafter and device."""
 
     head: str | None = None
-    """Draft head: a Hugging Face id, a folder, or a model that has one. By default the model's own, if it has one."""
+    """Draft head: a Hugging Face id, a folder, or a model that has one. The default is auto, the best known one
+    (`jetspec heads`), of those on this machine; given as --head auto, it is downloaded."""
     drafter: DrafterName | None = None
     """Source of drafts: a head, n-gram lookup, or none for plain decoding. By default the head, without one ngram."""
 
@@ -99,7 +100,7 @@ def load_llm(model: ModelConfig, engine: EngineConfig, tree: Mapping[str, Any] |
 def check_model(model: TargetConfig) -> None:
     """Refuses names of neither a file, a folder nor a repository, before anything heavy is imported."""
     check_name(model.name)
-    if isinstance(model, ModelConfig) and model.head is not None:
+    if isinstance(model, ModelConfig) and model.head not in (None, AUTO):
         check_name(head_path(model.head))
 
 

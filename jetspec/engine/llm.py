@@ -18,9 +18,8 @@ from jetspec.gc_control import freeze_objects
 from jetspec.grammar.constraint import Grammars
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import Decoder
-from jetspec.models.head_format import shipped_head_name
-from jetspec.models.heads import Head, load_any_head
-from jetspec.models.hub import DEFAULT_MODEL, shipped_head
+from jetspec.models.heads import Head, choose_head, load_any_head
+from jetspec.models.hub import AUTO, DEFAULT_MODEL
 from jetspec.models.tokenizer import Tokenizer
 from jetspec.models.weights import Target, load_target
 from jetspec.progress import progress_bar
@@ -58,15 +57,21 @@ class LLM:
         dtype: str = "auto",
         device: str = "auto",
     ) -> None:
-        """Loads a model. `head` None: the head shipped for this model, if any. `drafter` None: the head, or `ngram`
-        without one. `dtype` auto: float32 on a CPU, bfloat16 on a GPU. `device` auto: a GPU if there is one."""
+        """Loads a model. `head` None: the best known one on this machine; "auto": the best known one, downloaded if
+        needed; a line on stderr says which one and why. `drafter` None: the head, or `ngram` without one. `dtype` auto:
+        float32 on a CPU, bfloat16 on a GPU. `device` auto: a GPU if there is one."""
         place = choose_device(device)
         target = load_target(model, choose_dtype(dtype, place), place)
-        loaded, head = None, head or shipped_head(model)
-        if head is not None and drafter in (None, "head"):
-            loaded = _load_head(head, target.decoder)
-        elif drafter in (None, "head") and (name := shipped_head_name(target.decoder.config)):
-            print(f"a draft head fits this model: --head {name} (in Python: head={name!r})", file=sys.stderr)
+        name = head
+        if drafter not in (None, "head"):
+            name = head = None
+        elif head in (None, AUTO):
+            choice = choose_head(model, target.decoder.config, fetch=head == AUTO)
+            name, head = choice.name, choice.folder
+            ending = "; drafts are n-grams" if drafter is None and head is None else ""
+            print(choice.reason + ending, *choice.hints, sep="\n", file=sys.stderr)
+        self.head_name = None if name is None else str(name)
+        loaded = None if head is None else _load_head(head, target.decoder)
         self._start(target, loaded, drafter, tree, engine or EngineConfig())
 
     def _start(
@@ -131,10 +136,13 @@ class LLM:
 
     def with_head(self, head: str | Path) -> LLM:
         """Returns an LLM with the same target and another head."""
-        return self._with(_load_head(head, self.target.decoder), None, self.tree, self.config)
+        other = self._with(_load_head(head, self.target.decoder), None, self.tree, self.config)
+        other.head_name = str(head)
+        return other
 
     def _with(self, head: Head | None, drafter: DrafterName | None, tree: TreeConfig, config: EngineConfig) -> LLM:
         other = object.__new__(type(self))
+        other.head_name = self.head_name
         other._start(self.target, head, drafter, tree, config)
         return other
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jetspec.models.decoder import Decoder, on_meta
 from jetspec.models.gguf import GGUFFile
-from jetspec.models.head_folder import kind_of, refusal
+from jetspec.models.head_folder import kind_of
 from jetspec.models.heads import format_of
 from jetspec.models.hub import resolve
 from jetspec.models.weights import OpenModel, load_tokenizer, open_model
@@ -17,15 +17,16 @@ from jetspec.models.weights import OpenModel, load_tokenizer, open_model
 def describe(path_or_id: str | Path) -> dict[str, Any]:
     """Returns facts about a target or a head; fetches its files if needed.
 
-    A head of a kind that JetSpec cannot run has only `format` and `problem`.
+    A head that is refused, for its kind or a key of its config, has only `head_kind` and `problem`.
     """
     path = resolve(path_or_id)
     if (kind := kind_of(path)) is None:
         return {"kind": "target", "path": str(path)} | _describe_target(open_model(path))
-    format = format_of(path)
-    is_known = kind in format.kinds
-    facts = format.describe(path) if is_known else {"format": kind, "problem": refusal(path, kind)}
-    return {"kind": "head", "path": str(path)} | facts
+    try:
+        facts = format_of(path).describe(path)
+    except ValueError as error:
+        facts = {"problem": str(error)}
+    return {"kind": "head", "path": str(path), "head_kind": kind} | facts
 
 
 def fits(model: dict[str, Any], head: dict[str, Any]) -> list[str]:

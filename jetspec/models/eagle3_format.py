@@ -121,6 +121,7 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
     def facts(self, config: Eagle3Config, kind: str) -> dict[str, Any]:
         return {
             "format": "EAGLE-3" + (" (speculators)" if "speculators" in kind else ""),
+            "layout": "one level per pass",
             "tap_layers": list(config.tap_layers) or "as the target decides",
             "draft_vocab_size": config.draft_vocab_size,
             "own_embedding": config.own_embedding,

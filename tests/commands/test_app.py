@@ -55,6 +55,7 @@ def modules_after(*args: str) -> tuple[int, str, set[str]]:
     [
         (["--help"], 0, ""),
         (["train"], 0, ""),
+        (["heads", "./nothere"], 2, "./nothere"),
         (["generate", "Why?", "--budgit", "3"], 2, "--budgit"),
         (["generate", "Why?", "--budget", "0"], 2, "budget"),
         (["generate", "Why?", "--set", "sampling.top_p=2"], 2, "top_p"),
@@ -73,6 +74,11 @@ def test_words_are_checked_before_torch_is_imported(args: list[str], status: int
     returncode, stderr, heavy = modules_after(*args)
     assert returncode == status and not heavy
     assert named in stderr and stderr.count("\n") == 0 and "Traceback" not in stderr
+
+
+def test_heads_are_listed_without_torch() -> None:
+    returncode, stderr, heavy = modules_after("heads")
+    assert returncode == 0 and not stderr and "torch" not in heavy
 
 
 def test_loading_a_model_does_not_import_sympy(tmp_path: Path) -> None:

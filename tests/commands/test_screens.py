@@ -25,6 +25,8 @@ from jetspec.commands.compare import compare_sides
 from jetspec.commands.screen import printable
 from jetspec.commands.tree import BONUS, KEPT, round_text
 from jetspec.commands.tree_html import page, place
+from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.models.registry import heads_of, known_heads
 from jetspec.types import RoundTrace, SamplingParams, Update
 from tests.commands.cli import run
 from tests.fake_llm import ANSWER, WORDS, FakeLLM
@@ -321,6 +323,40 @@ def test_info(monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("info", "model", "--head", "head", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["problems"] == problems
+
+
+# -- heads
+
+
+@pytest.mark.parametrize("target", [None, "Qwen/Qwen3-8B", "other/Qwen3-8B-GGUF", "maker/unknown"])
+def test_heads_are_listed_without_a_network(target: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on its line, with its files; the best first if a target is given."""
+    monkeypatch.setattr("jetspec.models.hub.local_file", lambda name, file: None)
+    rows = known_heads() if target is None else heads_of(target)
+    words = ("heads",) if target is None else ("heads", target)
+    told = json.loads(run(*words, "--json").stdout)["heads"]
+    assert [row["name"] for row in told] == [head.name for head in rows]
+    assert [row["name"] for row in told if row["on_this_machine"]] == [DEFAULT_MODEL] * (target is None)
+    result = run(*words)
+    assert result.exit_code == 0
+    _, *lines = result.stdout.splitlines() or [""]
+    assert [line.split("\t")[1] for line in lines] == [head.name for head in rows]
+    sizes = {head.name: head.size_gb for head in rows if head.size_gb and head.name != DEFAULT_MODEL}
+    assert all(line.endswith(f"{sizes[name]} GB") for line in lines if (name := line.split("\t")[1]) in sizes)
+    assert (str(target) in result.stderr) == (not rows)
+
+
+def test_table_of_heads_names_every_head_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=240, color_system=None)
+    monkeypatch.setattr("jetspec.commands.heads.out", lambda: console)
+    assert run("heads").exit_code == 0
+    assert all(head.name in console.file.getvalue() for head in known_heads())  # type: ignore[attr-defined]
+
+
+def test_head_auto_is_a_name(fake: type[FakeLLM]) -> None:
+    run("generate", "Why?", "--head", "auto")
+    run("generate", "Why?")
+    assert [made["head"] for made in fake.made] == ["auto", None]
 
 
 # -- for real

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -12,9 +14,11 @@ import pytest
 
 import jetspec.engine.llm as module
 import jetspec.gc_control as gc_control
-from jetspec.config import DrafterName, EngineConfig
+from jetspec.config import EngineConfig
 from jetspec.engine.llm import LLM
+from jetspec.models.decoder import DecoderConfig
 from jetspec.models.head_format import save_head
+from jetspec.models.heads import Choice
 from jetspec.types import SamplingParams
 from tests.engine.tiny import tiny_head
 from tests.train.tiny_model import write_model
@@ -114,34 +118,59 @@ def test_quiet_requests_stop_at_strings(llm: LLM) -> None:
     assert (quiet.token_ids, quiet.finish_reason) == (loud.token_ids, "stop")
 
 
-def test_shipped_head_is_loaded_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless another head or drafter is given."""
+Chosen = Callable[[Choice], list[bool]]
+
+
+@pytest.fixture
+def choice(monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """A function that fixes the choice of a head. It returns the list of calls, which grows: with download or not."""
+
+    def fix(made: Choice) -> list[bool]:
+        calls: list[bool] = []
+
+        def choose(model: Path, target: DecoderConfig, fetch: bool) -> Choice:
+            calls.append(fetch)
+            return made
+
+        monkeypatch.setattr(module, "choose_head", choose)
+        return calls
+
+    return fix
+
+
+def test_best_head_is_loaded_by_default(tmp_path: Path, choice: Chosen, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless another head or drafter is given. Only `auto` downloads."""
     model = write_model(tmp_path / "tiny")
     plain = LLM(model, drafter="none", device="cpu")
     for block in (4, 6):
-        save_head(tiny_head(plain.target.decoder, block=block), tmp_path / str(block))
-    assert LLM(model, device="cpu").drafter == "ngram"
-    monkeypatch.setattr(module, "shipped_head", lambda name: tmp_path / "4")
-    own = LLM(model, device="cpu")
-    assert own.drafter == "head" and own.head is not None and own.head.head_config.depth == 3
+        head = tiny_head(plain.target.decoder, block=block)
+        head.head_config = replace(head.head_config, last_tap="raw")
+        save_head(head, tmp_path / str(block))
+    calls = choice(Choice("best", tmp_path / "4", "it is the best", ("there is a better one",)))
+    own, auto = LLM(model, device="cpu"), LLM(model, "auto", device="cpu")
+    assert calls == [False, True]
+    assert capsys.readouterr().err.splitlines() == ["it is the best", "there is a better one"] * 2
+    for each in (own, auto):
+        assert each.drafter == "head" and each.head is not None and each.head.head_config.depth == 3
+        assert each.head_name == each.with_drafter("none").head_name == "best"
     other = LLM(model, tmp_path / "6", device="cpu")
-    assert other.head is not None and other.head.head_config.depth == 5
-    assert LLM(model, drafter="ngram", device="cpu").head is None
+    assert other.head is not None and other.head.head_config.depth == 5 and other.head_name == str(tmp_path / "6")
+    assert own.with_head(tmp_path / "6").head_name == str(tmp_path / "6")
+    assert LLM(model, drafter="ngram", device="cpu").head_name is None
+    assert calls == [False, True] and not capsys.readouterr().err
     assert own.generate(PROMPTS[:2])[1].token_ids == plain.generate(PROMPTS[:2])[1].token_ids
 
 
-@pytest.mark.parametrize(("name", "drafter"), [("fits", None), ("fits", "ngram"), (None, None)])
-def test_head_that_fits_is_named(
-    name: str | None,
-    drafter: DrafterName | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(module, "shipped_head_name", lambda config: name)
-    LLM(write_model(tmp_path / "tiny"), drafter=drafter, device="cpu")
+def test_without_a_head_drafts_are_ngrams(tmp_path: Path, choice: Chosen, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_model(tmp_path / "tiny")
+    choice(Choice(None, None, "no head", ("--head other",)))
+    llm = LLM(model, device="cpu")
     printed = capsys.readouterr()
-    assert ("--head fits" in printed.err) == (name is not None and drafter is None) and printed.out == ""
+    assert llm.drafter == "ngram" and llm.head_name is None and printed.out == ""
+    assert re.fullmatch(r"no head.*n-grams\n--head other\n", printed.err)
+    with pytest.raises(ValueError, match="head"):
+        LLM(model, drafter="head", device="cpu")
+    assert "n-grams" not in capsys.readouterr().err
 
 
 def test_llm_is_freed_without_the_garbage_collector(llm: LLM) -> None:

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from jetspec.models.decoder import DecoderConfig, RopeConfig
+from jetspec.models.decoder import RopeConfig
 from jetspec.models.describe import describe
 from jetspec.models.draft_head import HeadConfig
-from jetspec.models.head_format import check_fits, load_head, save_head, shipped_head_name
+from jetspec.models.head_format import check_fits, load_head, save_head
 from jetspec.models.heads import load_any_head
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.models.hub import HEADS as HEADS_FOLDER
@@ -85,15 +85,6 @@ def test_stretched_rope_is_read_back(rope: RopeConfig, tmp_path: Path) -> None:
     config = replace(CAUSAL, layers=replace(LAYERS, rope=rope))
     save_head(random_head(config), tmp_path / "head")
     assert load_head(tmp_path / "head").head_config == config
-
-
-def test_shipped_head_is_found_by_the_shape_of_the_target() -> None:
-    """Such as a file of the default model in another quantisation."""
-    default = DecoderConfig(
-        "llama", 49152, 576, 30, num_heads=9, num_kv_heads=3, head_dim=64, inner_size=1536, max_len=8192
-    )
-    assert shipped_head_name(replace(default, rope=RopeConfig(1e5))) == DEFAULT_MODEL
-    assert shipped_head_name(default) is None and shipped_head_name(TARGET) is None
 
 
 def test_saving_the_shipped_head_reproduces_its_files(tmp_path: Path) -> None:
@@ -248,13 +239,13 @@ def test_other_kinds_of_heads_are_refused(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(FOREIGN[name]))
     message = refusal(folder)
     assert name in message and "not supported" in message
-    assert describe(folder) == {"kind": "head", "path": str(folder), "format": name, "problem": message}
+    assert describe(folder) == {"kind": "head", "path": str(folder), "head_kind": name, "problem": message}
 
 
 def test_other_files_are_refused(folder: Path) -> None:
     for kind in ("dflash-draft", "eagle3"):
         file = write_gguf(folder.parent / f"{kind}.gguf", {}, {}, kind)
-        assert kind in refusal(file) and describe(file)["format"] == f"GGUF ({kind})"
+        assert kind in refusal(file) and describe(file)["head_kind"] == f"GGUF ({kind})"
     assert f"{folder.parent} is not a draft head: did you mean {folder}?" in refusal(folder.parent)
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     for target in (folder, write_gguf(folder.parent / "target.gguf", {}, {})):
@@ -334,12 +325,20 @@ def test_pickles_are_never_opened(folder: Path) -> None:
     assert "never opened" in refusal(folder)
 
 
+def test_description_of_a_head_with_an_unknown_key(folder: Path) -> None:
+    edit_config(folder, lambda c: c["dflash_config"].update(louder=2))
+    facts = describe(folder)
+    assert facts["head_kind"] == "DFlash" and "dflash_config.louder" in facts["problem"] and "format" not in facts
+
+
 @each_head
 def test_description(config: HeadConfig, tmp_path: Path) -> None:
     head = random_head(config)
     save_head(head, tmp_path / "head")
     facts = describe(tmp_path / "head")
-    assert facts["kind"] == "head" and "problem" not in facts
+    assert (facts["kind"], facts["head_kind"]) == ("head", "DFlash") and "problem" not in facts
+    assert facts["layout"] == ("anchor-first" if config.shifted else "fill-in")
+    assert facts["tap_layers"] == list(config.tap_layers)
     assert facts["format"].startswith("JetSpec" if config.causal else "DFlash")
     assert facts["format"].endswith("edges") is (config.edge is not None)
     assert facts["parameters"] == sum(parameter.numel() for parameter in head.parameters())
