@@ -164,6 +164,7 @@ class Chatter:
 
     model_name, max_prompt_tokens = "tiny", 200
     config = EngineConfig(max_batch=3)
+    head_name: str | None = None
 
     def __init__(self, target: Decoder, head: Head | None = None, tree: TreeConfig | None = None) -> None:
         self.target, self.head, self.tree = SimpleNamespace(decoder=target), head, tree
@@ -260,7 +261,9 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def load(model: str, head: str | None = None, **options: Any) -> Chatter:
         target, trained = trained_pair(edge=True, causal=True)
         heads: dict[str | None, Head | None] = {None: None, "eagle3": tiny_eagle3(target)}
-        return Chatter(target, heads.get(head, trained))
+        llm = Chatter(target, heads.get(head, trained))
+        llm.head_name = head
+        return llm
 
     monkeypatch.setitem(sys.modules, "jetspec.engine.llm", SimpleNamespace(LLM=load))
     monkeypatch.setattr("jetspec.commands.options.check_name", lambda name: None)
