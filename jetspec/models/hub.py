@@ -91,8 +91,11 @@ def local_head(name: str) -> Path | None:
         folder = config.parent
     if folder is None or not any(folder.glob("*.safetensors")):
         return None
-    parts = [part for path in folder.glob(INDEX) for part in json.loads(path.read_text())["weight_map"].values()]
-    return folder if all((folder / part).is_file() for part in parts) else None
+    try:
+        parts = [part for path in folder.glob(INDEX) for part in json.loads(path.read_text())["weight_map"].values()]
+        return folder if all((folder / part).is_file() for part in parts) else None
+    except (ValueError, LookupError, TypeError, AttributeError):  # a damaged index
+        return None
 
 
 def fetch_config(name: str) -> Path:

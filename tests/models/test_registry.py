@@ -185,8 +185,10 @@ def test_part_of_a_sharded_head_counts_as_missing(publish: Publish) -> None:
     publish(GOOD, cached=(GOOD,))
     folder = local_head(GOOD.name)
     assert folder is not None
+    for index in ('{"weight_map": {"a": "model.safetensors", "b": "more"}}', '{"weight_map": [3]}', "[]", "{"):
+        (folder / "model.safetensors.index.json").write_text(index)
+        assert local_head(GOOD.name) is None
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "more"}}')
-    assert local_head(GOOD.name) is None
     (folder / "more").touch()
     assert local_head(GOOD.name) == folder
 
