@@ -189,6 +189,7 @@ class MethodConfig:
         # Seven children of every node would leave 16 nodes three levels, 32 nodes five.
         width = max(1, (budget - 1) // PAPER_DEPTH) if kind.narrows and budget < PAPER_BUDGET else kind.width
         usual = {"width": width, "expand": kind.expand, "draft_temperature": kind.draft_temperature}
+        usual["ngrams"] = kind.drafter == "ngram"  # a method with a head drafts with it alone, as published
         chosen = {key: value for key in _SHAPE if (value := getattr(self, key)) is not None}
         return TreeConfig(budget=budget, **{**usual, **chosen})
 

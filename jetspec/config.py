@@ -79,6 +79,9 @@ class TreeConfig:
     shortlist_parents: int = 7
     """Most probable tokens of the previous depth for whose children the shortlist is chosen, 0 to 32. 0, which is
     the default of `LLM` on a CPU: it holds the most probable tokens of the depth, whatever their parent."""
+    ngrams: bool = True
+    """Also draft what followed earlier occurrences of the last tokens, where the head ranks by log-probability
+    (`expand` and `score` unchanged)."""
     batch_trees: tuple[BatchTree, ...] = ()
     """Smaller trees for larger batches, as BATCH:BUDGET[:DEPTH],... in rising order of the batch, or `none`. Default:
     none; `LLM` on a GPU: 8:32,24:16:8."""
@@ -103,9 +106,16 @@ class TreeConfig:
         _in_range("shortlist_parents", self.shortlist_parents, 0, MAX_SHORTLIST_PARENTS)
         if self.shortlist and self.shortlist < self.width:
             raise ValueError(f"shortlist is {self.shortlist}; it must be at least the width, {self.width}")
+        if not isinstance(self.ngrams, bool):
+            raise ValueError(f"ngrams is {self.ngrams!r}; it must be true or false")
         batches = [each.batch for each in self.batch_trees]
         if batches != sorted(set(batches)):
             raise ValueError(f"batch_trees has batches {', '.join(map(str, batches))}; they must rise")
+
+    @property
+    def ranks_by_probability(self) -> bool:
+        """Nodes are the most probable ones."""
+        return (self.expand, self.score) == ("optimal", "accum_logp")
 
     def at(self, batch: int) -> TreeConfig:
         """Return the tree of each request in a batch of this size: never larger than `self`."""

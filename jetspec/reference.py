@@ -1,8 +1,8 @@
 """The whole method on one page: draft, build, verify, accept, commit, for one sequence.
 
 Slow and obvious: a dense cache, a heap, a walk in plain Python, and a head that recomputes its context in every round.
-Any faster engine must generate the same text by the same trees. Drafts are over the whole vocabulary: `shortlist`,
-`shortlist_parents` and `batch_trees`, which only save time, have no effect here.
+Any faster engine must generate the same text by the same trees. Drafts are over the whole vocabulary and by the head
+alone: `ngrams`, and `shortlist`, `shortlist_parents` and `batch_trees`, which only save time, have no effect here.
 """
 
 from __future__ import annotations

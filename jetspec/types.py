@@ -184,6 +184,8 @@ class RoundStats:
     """Prompt tokens found in the prefix cache."""
     accepted_lengths: list[int] = field(default_factory=list)
     """Accepted draft tokens, per round."""
+    ngram_tokens: int = 0
+    """Those of them that only n-grams proposed, not the head."""
     prefill_s: float = 0.0
     """Prefill time. On a GPU, while other requests decode, only the time to launch it: the host does not wait."""
     decode_s: float = 0.0
@@ -206,7 +208,7 @@ class RoundStats:
 
     def to_dict(self) -> dict[str, Any]:
         counts = ("prompt_tokens", "cached_tokens", "completion_tokens", "rounds", "tokens_per_round")
-        names = (*counts, "accepted_lengths", "prefill_s", "decode_s", "tokens_per_s")
+        names = (*counts, "accepted_lengths", "ngram_tokens", "prefill_s", "decode_s", "tokens_per_s")
         return {name: getattr(self, name) for name in names}
 
 
@@ -269,6 +271,8 @@ class Update:
     """Draft tokens that the round verified."""
     accepted: int = 0
     """Draft tokens that the target accepted, also those past the end of the text, which are not in `token_ids`."""
+    by_ngrams: int = 0
+    """Accepted draft tokens that only n-grams proposed, not the head."""
 
 
 class RequestState(Enum):

@@ -17,7 +17,7 @@ from jetspec.engine.rows import RowTable
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import EngineHead, HeadState
 from jetspec.ops.transfer import send, upload
-from jetspec.tree import DraftTree
+from jetspec.tree import MAX_CHAIN, Acceptance, DraftTree, Matches, learn, match, merge
 from jetspec.types import Request, RoundFeatures, RowSampling, TreeBatch
 
 
@@ -63,6 +63,10 @@ class Drafter(Protocol):
     def build(self, state: RoundState, drafted: Any) -> DraftTree:
         """Builds a tree of the drafted tokens."""
 
+    def learn(self, state: RoundState, drafted: Any, tree: DraftTree, verdict: Acceptance) -> Tensor:
+        """Learns from a verdict. Returns the accepted draft tokens per request that only n-grams proposed."""
+        return torch.zeros_like(verdict.length_B)
+
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         """Takes committed tokens with their tapped hidden states."""
         raise AssertionError("this drafter has no tap layers")
@@ -81,28 +85,42 @@ class NoDrafter(Drafter):
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a draft head of any kind."""
+    """Drafts with a draft head of any kind, and with n-grams where the cache keeps the texts."""
 
     def __init__(self, head: EngineHead, target: Decoder, cache: KVCache, tree: TreeConfig) -> None:
         assert cache.head is not None
-        self.head, self.cache, self.tree = head, cache, tree
+        self.head, self.cache, self.tree, self.ngrams = head, cache, tree, cache.rows.ngrams
         self.state = HeadState(target, cache.head.layers, cache.head.feature_SM, head.context_weights())
         self.draft_temperature = DraftTemperature(tree.draft_temperature, cache.device)
         self.tap_layers = head.head_config.tap_layers
         self.trees: dict[int, TreeConfig] = {}
         self.nodes = {tree: head.nodes(tree) for tree in map(self.tree_of, (1, *(t.batch for t in tree.batch_trees)))}
 
-    def draft(self, state: RoundState) -> Any:
+    def draft(self, state: RoundState) -> tuple[Any, Matches | None]:
         B = len(state.anchor_B)
         tree = self.tree_of(B)
         depth_1N, mask_1NW = self.nodes[tree]
         depth_BN = depth_1N.expand(B, -1)
         mask_BNW = None if mask_1NW is None else mask_1NW.expand(B, -1, -1)
         nodes = self.cache.place(state.row_B, depth_BN, depth_BN, mask_BNW)  # the head sets the tokens
-        return self.head.draft(nodes, state.anchor_B, tree, self.state, self.draft_temperature.of(state))
+        by_head = self.head.draft(nodes, state.anchor_B, tree, self.state, self.draft_temperature.of(state))
+        if self.ngrams is None:
+            return by_head, None
+        assert tree.depth is not None
+        depth = min(tree.depth, tree.budget - 1, MAX_CHAIN)
+        return by_head, match(self.ngrams, state.row_B, nodes.layout.cached_len_B, depth)
 
-    def build(self, state: RoundState, drafted: Any) -> DraftTree:
-        return self.head.build(state.anchor_B, drafted, self.tree_of(len(state.anchor_B)))
+    def build(self, state: RoundState, drafted: tuple[Any, Matches | None]) -> DraftTree:
+        (by_head, matches), tree = drafted, self.tree_of(len(state.anchor_B))
+        built = self.head.build(state.anchor_B, by_head, tree)
+        return built if matches is None else merge(built, matches, tree.budget, tree.width)
+
+    def learn(
+        self, state: RoundState, drafted: tuple[Any, Matches | None], tree: DraftTree, verdict: Acceptance
+    ) -> Tensor:
+        if self.ngrams is None or drafted[1] is None:
+            return super().learn(state, drafted, tree, verdict)
+        return learn(self.ngrams, state.row_B, drafted[1], tree, verdict)
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         self.head.observe(tap_TX, batch, self.state)

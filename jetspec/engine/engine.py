@@ -44,10 +44,9 @@ def check_drafter(drafter: DrafterName, head: EngineHead | None, tree: TreeConfi
     """Refuses settings that contradict each other."""
     if drafter == "head" and head is None:
         raise ValueError("drafter is head, but no head was given; give one or choose ngram or none")
-    is_default = (tree.expand, tree.score) == ("optimal", "accum_logp")
-    if drafter == "ngram" and not is_default:
+    if drafter == "ngram" and not tree.ranks_by_probability:
         raise ValueError("expand and score do not apply to the ngram drafter, which ranks by matches")
-    if drafter == "head" and head is not None and not head.uses_score and not is_default:
+    if drafter == "head" and head is not None and not head.uses_score and not tree.ranks_by_probability:
         raise ValueError("expand and score do not apply to an EAGLE-3 head, which ranks by probability")
 
 
@@ -241,7 +240,7 @@ class Engine:
         for i, (request, row_epoch) in enumerate(zip(decode_batch.requests, decode_batch.row_epoch, strict=True)):
             if request.row_epoch != row_epoch:
                 continue
-            size, tokens, packed = rows[i]
+            size, by_ngrams, tokens, packed = rows[i]
             trace = self._trace(launched.result, i) if request.traced else None
             kept = self._append(request, tokens)
             request.num_cached += len(tokens)
@@ -251,6 +250,7 @@ class Engine:
                 logprobs = launched.result.logprobs.unpack(packed, kept, request.sampling.logprobs)
                 request.logprobs += logprobs
             request.stats.accepted_lengths.append(len(kept) - 1)
+            request.stats.ngram_tokens += max(0, by_ngrams - (len(tokens) - len(kept)))  # they end the path
             completion, new = None, ""
             if request.finish_reason:
                 completion, new = self._finish(request, now)
@@ -259,7 +259,8 @@ class Engine:
             elif text := self.texts.get(request.id):
                 new = text.take()
             drafted, accepted = size - 1, len(tokens) - 1
-            self.updates.append(Update(request.id, kept, new, completion, trace, logprobs, drafted, accepted))
+            counts = drafted, accepted, by_ngrams
+            self.updates.append(Update(request.id, kept, new, completion, trace, logprobs, *counts))
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:
         """Appends committed tokens up to the one that ends the text. Returns those appended."""
@@ -393,6 +394,7 @@ class Engine:
             dtype=dtype,
             device=self.device,
             prefix_cache=config.prefix_cache,
+            ngrams=head is not None and tree.ngrams and tree.ranks_by_probability,
             feature_size=feature_size,
             idle_len=max(lookahead, PrefillSizes.of(config).max_padding) if self.uses_graphs else 0,
         )

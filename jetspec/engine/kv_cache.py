@@ -157,7 +157,7 @@ class KVCache:
     """Page table with one row per admitted request, over a page pool and the storage of target and head.
 
     `idle_len` adds an idle row that pads captured batches: it has its own pages for that many positions, and its length
-    stays 0. `feature_size` is the size of the head's vector per position.
+    stays 0. `feature_size` is the size of the head's vector per position. `ngrams` keeps the texts on the device.
     """
 
     def __init__(
@@ -174,6 +174,7 @@ class KVCache:
         prefix_cache: bool,
         feature_size: int = 0,
         idle_len: int = 0,
+        ngrams: bool = False,
     ) -> None:
         self.page_size = page_size
         self.device = device
@@ -188,7 +189,8 @@ class KVCache:
         self.page_RP = torch.zeros(num_rows + bool(idle_len), width, dtype=torch.int64, device=device)
         if idle_len:
             self.page_RP[num_rows, :idle_pages] = torch.arange(num_pages, num_pages + idle_pages)
-        self.rows = RowTable(len(self.page_RP), target.vocab_size, device)
+        text_len = width * page_size if ngrams else None
+        self.rows = RowTable(len(self.page_RP), target.vocab_size, device, text_len=text_len)
         self.length_R = self.rows.length_R
         self.new_pages: dict[tuple[int, int], int] = {}
         """Page table entries, by row and index, that are not on the device yet."""

@@ -14,7 +14,7 @@ from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.logprobs import PathLogprobs
 from jetspec.grammar.constraint import TreeMasks
 from jetspec.models.decoder import Decoder, Hidden
-from jetspec.tree import Acceptance, DraftTree, accept, forbid, penalize
+from jetspec.tree import Acceptance, DraftTree, accept, append, forbid, penalize
 from jetspec.types import TreeBatch
 
 PLAIN = NoDrafter()
@@ -26,15 +26,18 @@ class RoundResult:
 
     tree: DraftTree
     verdict: Acceptance
+    by_ngrams_B: Tensor
+    """Accepted draft tokens that only n-grams proposed."""
     logprobs: PathLogprobs | None = None
 
     @property
     def packed(self) -> Tensor:
-        """Results for the host in one tensor, per request: accepted length, tree size, committed tokens, and
-        log-probabilities if any."""
-        verdict, size_B = self.verdict, self.tree.size_B
-        packed_BD3 = torch.cat((verdict.length_B[:, None], size_B[:, None], verdict.token_BD1), 1)
-        return packed_BD3 if self.logprobs is None else torch.cat((packed_BD3, self.logprobs.packed_BX), 1)
+        """Results for the host in one tensor, per request: accepted length, tree size, accepted tokens of n-grams
+        alone, committed tokens, and log-probabilities if any."""
+        verdict = self.verdict
+        counts_B3 = torch.stack((verdict.length_B, self.tree.size_B, self.by_ngrams_B), 1)
+        packed_BX = torch.cat((counts_B3, verdict.token_BD1), 1)
+        return packed_BX if self.logprobs is None else torch.cat((packed_BX, self.logprobs.packed_BX), 1)
 
 
 class Round:
@@ -56,8 +59,9 @@ class Round:
         out, logits_BNV = self.verify(batch, tree)
         adjusted_BNV = self.adjust(state, tree, logits_BNV, masks)
         verdict = accept(tree, adjusted_BNV, state.sampling, batch.layout.cached_len_B)
+        by_ngrams_B = drafter.learn(state, drafted, tree, verdict)
         self.commit(state, batch, out, verdict)
-        return self.report(state, tree, logits_BNV, verdict)
+        return self.report(state, tree, logits_BNV, verdict, by_ngrams_B)
 
     def prefill(self, chunks: PackedChunks) -> None:
         """Prefill: runs prompt tokens through the target, and passes their tapped states to the drafter."""
@@ -89,17 +93,21 @@ class Round:
             logits_BNV = forbid(logits_BNV, *masks.compute(logits_BNV))
         return logits_BNV
 
-    def report(self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance) -> RoundResult:
+    def report(
+        self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance, by_ngrams_B: Tensor
+    ) -> RoundResult:
         """Collects the results. Committed tokens are counted for penalties."""
         if state.features.penalized:
             assert self.cache.rows.token_counts is not None
             self.cache.rows.token_counts.commit(state.row_B, verdict.token_BD1, verdict.length_B)
         logprobs = PathLogprobs.of(logits_BNV, verdict) if state.features.logprobs else None
-        return RoundResult(tree, verdict, logprobs)
+        return RoundResult(tree, verdict, by_ngrams_B, logprobs)
 
     def commit(self, state: RoundState, batch: TreeBatch, out: Hidden, verdict: Acceptance) -> None:
         """Keeps K and V of the accepted path, passes its tapped states to the drafter, and sets the next anchor."""
         self.cache.compact(state.row_B, batch, verdict)
+        if self.cache.rows.ngrams is not None:
+            append(self.cache.rows.ngrams, state.row_B, batch.layout.cached_len_B, verdict.token_BD1)
         self.cache.rows.anchor_R[state.row_B] = verdict.bonus_B
         if out.tap_TX is not None:
             tap_BNX = out.tap_TX.unflatten(0, (len(verdict.path_BD1), -1))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
 from jetspec.ops.transfer import upload
+from jetspec.tree import NgramTable
 from jetspec.types import MAX_BIASED_TOKENS, Request, RoundFeatures, RowPenalties, RowSampling, TreeLimits
 
 SAMPLING = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
@@ -27,9 +28,10 @@ class RowTable:
     """Columns with one entry per row: cached length, anchor, sampling parameters and tree limits.
 
     Penalties need a count per vocabulary entry and row; that table is allocated for the first request with penalties.
+    `text_len` is the most tokens of a row whose n-grams are drafted. None: no n-grams are.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, *, text_len: int | None = None) -> None:
         self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
         self.tables = {t: torch.zeros(len(names), num_rows, dtype=t, device=device) for t, names in COLUMNS.items()}
         self.columns = {name: self.tables[t][i] for t, names in COLUMNS.items() for i, name in enumerate(names)}
@@ -37,6 +39,9 @@ class RowTable:
         self.length_R, self.anchor_R = self.columns["length"], self.columns["anchor"]
         self.changes: dict[str, dict[int, Any]] = defaultdict(dict)
         self.token_counts: TokenCounts | None = None
+        self.ngrams = None if text_len is None else NgramTable(num_rows, text_len, device)
+        self.new_texts: dict[int, list[int]] = {}
+        """Tokens of admitted requests by row, for the next flush."""
 
     def enter(self, request: Request) -> None:
         """Initializes the row of an admitted request."""
@@ -48,6 +53,8 @@ class RowTable:
             self.token_counts = TokenCounts(self.num_rows, self.vocab_size, self.device)
         if self.token_counts is not None:
             self.token_counts.entered[request.row] = request
+        if self.ngrams is not None:
+            self.new_texts[request.row] = request.tokens[:]
 
     def limits(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
         """Tree budget and width of the given rows."""
@@ -68,6 +75,10 @@ class RowTable:
         self.changes.clear()
         if self.token_counts is not None:
             self.token_counts.flush()
+        if self.ngrams is not None:
+            for entered, tokens in self.new_texts.items():
+                self.ngrams.enter(entered, upload(tokens, torch.int32, self.device))
+        self.new_texts.clear()
 
     def sampling(self, row_B: Tensor, features: RoundFeatures) -> RowSampling:
         """Sampling parameters of the given rows; empty for a greedy batch, which does not read them."""

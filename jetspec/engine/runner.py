@@ -96,8 +96,9 @@ class DecodeBatch:
         return requests == self.requests and self.row_epoch == [request.row_epoch for request in requests]
 
 
-RoundRow = tuple[int, list[int], list[float]]
-"""Result of one request: nodes in its tree, committed tokens, log-probabilities as packed by `PathLogprobs`."""
+RoundRow = tuple[int, int, list[int], list[float]]
+"""Result of one request: nodes in its tree, accepted tokens of n-grams alone, committed tokens, log-probabilities as
+packed by `PathLogprobs`."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,10 @@ class Launched:
 
     def read(self) -> list[RoundRow]:
         """Waits for the round and returns its results on the host."""
-        width = 2 + self.result.verdict.token_BD1.shape[1]
+        width = 3 + self.result.verdict.token_BD1.shape[1]
         packed = self.packed.read()[: len(self.decode_batch.requests)]
         rows = zip(packed[:, :width].long().tolist(), packed[:, width:].tolist(), strict=True)
-        return [(size, tokens[: length + 1], logprobs) for (length, size, *tokens), logprobs in rows]
+        return [(size, by_ngrams, ids[: length + 1], logprobs) for (length, size, by_ngrams, *ids), logprobs in rows]
 
 
 @dataclass(frozen=True, eq=False)

@@ -275,6 +275,11 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "topk_logprob": (Choice("topk_logprob", "shortlist_triton:topk_logprob_triton", _is_short_list),),
     "shortlist": (Choice("shortlist", "shortlist_triton:shortlist_triton", _has_short_factors),),
     "build_tree": (Choice("build_tree", "jetspec.tree.build_triton:build_tree_triton", _is_short_list),),
+    # N-grams
+    "match": (Choice("match", "jetspec.tree.ngrams_triton:match_triton"),),
+    "merge": (Choice("merge", "jetspec.tree.ngrams_triton:merge_triton"),),
+    "learn": (Choice("learn", "jetspec.tree.ngrams_triton:learn_triton"),),
+    "append": (Choice("append", "jetspec.tree.ngrams_triton:append_triton"),),
     # Acceptance
     "choose_nodes": (Choice("choose_nodes", "jetspec.tree.accept_triton:choose_nodes_triton"),),
     "accept": (Choice("accept", "jetspec.tree.accept:accept_by_nodes"),),

@@ -44,6 +44,7 @@ class Metrics:
         self._drafts = make(Counter, "vllm:spec_decode_num_drafts", "Rounds with a draft.")
         self._draft_tokens = make(Counter, "vllm:spec_decode_num_draft_tokens", "Draft tokens verified.")
         self._accepted = make(Counter, "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.")
+        self._by_ngrams = make(Counter, "jetspec:ngram_tokens", "Draft tokens accepted that only n-grams proposed.")
         per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted_at = make(Counter, per_position, "Draft tokens accepted, by position in the draft.", "position")
         self._rounds = make(Counter, "jetspec:rounds", "Rounds, counted per completion.")
@@ -91,6 +92,7 @@ class Metrics:
             self._drafts.inc()
             self._draft_tokens.inc(update.drafted)
             self._accepted.inc(update.accepted)
+            self._by_ngrams.inc(update.by_ngrams)
             for position in range(update.accepted):
                 self._accepted_at.labels(**self._model, position=position).inc()
         if is_first:

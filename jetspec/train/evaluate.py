@@ -42,11 +42,11 @@ MAX_FLOATS = 1 << 28
 
 
 def make_trees(budgets: Sequence[str], tree: TreeConfig, reach: int) -> dict[str, TreeConfig]:
-    """Trees by name: `chain`, or a number of nodes. Other settings are those of `tree`."""
+    """Trees of a head alone by name: `chain`, or a number of nodes. Other settings are those of `tree`."""
     for name in budgets:
         if name != "chain" and not name.isdecimal():
             raise ValueError(f"budget is {name!r}; give numbers of nodes, or chain")
-    depth = min(tree.depth or reach, reach)
+    depth, tree = min(tree.depth or reach, reach), replace(tree, ngrams=False)
     return {
         name: replace(tree, width=1, budget=depth + 1) if name == "chain" else replace(tree, budget=int(name))
         for name in budgets

@@ -3,14 +3,19 @@
 from jetspec.tree.accept import accept, choose_nodes, choose_token, filter_logits, forbid, gumbel, penalize, walk
 from jetspec.tree.build import GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import WORD, Acceptance, Candidates, DraftTree, children_of, pack_bits, unpack_bits
+from jetspec.tree.ngrams import MAX_CHAIN, Matches, NgramTable, append, learn, match, merge
 
 __all__ = [
+    "MAX_CHAIN",
     "WORD",
     "Acceptance",
     "Candidates",
     "DraftTree",
     "GrowingTree",
+    "Matches",
+    "NgramTable",
     "accept",
+    "append",
     "build_tree",
     "build_tree_reference",
     "children_of",
@@ -19,6 +24,9 @@ __all__ = [
     "filter_logits",
     "forbid",
     "gumbel",
+    "learn",
+    "match",
+    "merge",
     "pack_bits",
     "penalize",
     "unpack_bits",

@@ -56,7 +56,7 @@ def build_tree_triton(anchor_B: Tensor, candidates: Candidates, config: TreeConf
     # No fusion: a product and a sum round twice in the reference.
     launch(_build_tree_kernel, (B,), *inputs, nodes, size_B, *numbers, **sizes, enable_fp_fusion=False)
     sizes = {"NODES": NODES, "WORDS": triton.next_power_of_2(W), "num_warps": 1}
-    launch(_ancestor_kernel, (B, -(-N // NODES)), parent_BN, ancestor_BNW, N, W, max_depth, **sizes)
+    launch(ancestor_kernel, (B, -(-N // NODES)), parent_BN, ancestor_BNW, N, W, max_depth, **sizes)
     return DraftTree(token_BN, parent_BN, depth_BN, ancestor_BNW, size_B, max_depth, score_BN)
 
 
@@ -234,7 +234,7 @@ def _write(nodes, node, token, parent, depth, score, mask):
 
 
 @triton.jit
-def _ancestor_kernel(parent_ptr, ancestor_ptr, N, W, max_depth, NODES: tl.constexpr, WORDS: tl.constexpr):
+def ancestor_kernel(parent_ptr, ancestor_ptr, N, W, max_depth, NODES: tl.constexpr, WORDS: tl.constexpr):
     """Masks of a block of nodes: climb from each to the root, which is its own parent, setting one bit per step."""
     row = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1) * NODES + tl.arange(0, NODES)

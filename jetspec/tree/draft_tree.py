@@ -4,7 +4,7 @@ and the accepted path."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class DraftTree:
     """Upper bound of the depth, known on the host."""
     score_BN: Tensor | None = None
     """float32; ranking score of the draft, summed along the path. -inf on padding."""
+    is_ngram_BN: Tensor | None = None
+    """Nodes that only n-grams proposed, in trees that they were merged into."""
 
     @classmethod
     def from_parents(
@@ -75,10 +77,11 @@ class DraftTree:
         size_B = torch.full((batch,), num_nodes, device=token_BN.device)
         return cls.from_parents(token_BN, parent_N.expand(batch, -1), size_B, num_nodes - 1)
 
-    def limited(self, budget_B: Tensor, width_B: Tensor) -> DraftTree:
+    def limited(self, budget_B: Tensor, width_B: Tensor, most: int | None = None) -> DraftTree:
         """Return the trees cut to at most `budget_B` nodes and `width_B` children per node. A limit of 0 counts as 1.
 
-        Nodes are ordered best first, so the best nodes stay, and with them their parents.
+        Nodes are ordered best first, so the best nodes stay, and with them their parents. `most` bounds the budgets on
+        the host.
         """
         node_N = torch.arange(self.token_BN.shape[1], device=self.token_BN.device)
         sibling_BNN = self.parent_BN[:, :, None] == self.parent_BN[:, None]
@@ -88,16 +91,18 @@ class DraftTree:
         kept_BN = (self.ancestor_BNW & ~pack_bits(fits_BN)[:, None] == 0).all(-1)
         kept_BN &= kept_BN.cumsum(1) <= budget_B.clamp(min=1)[:, None]
         size_B, place_BN = kept_BN.sum(1), kept_BN.cumsum(1) - 1
-        order_BN = (~kept_BN).int().sort(stable=True).indices
+        order_BN = (~kept_BN).int().sort(stable=True).indices[:, :most]
         if order_BN.device.type == "cpu":  # no sync here, and fewer nodes save time
             order_BN = order_BN[:, : int(size_B.max())]
-        return DraftTree.from_parents(
+        tree = DraftTree.from_parents(
             token_BN=self.token_BN.gather(1, order_BN),
             parent_BN=place_BN.gather(1, self.parent_BN.gather(1, order_BN)).clamp(min=0),
             size_B=size_B,
             max_depth=min(self.max_depth, order_BN.shape[1] - 1),
             score_BN=None if self.score_BN is None else self.score_BN.gather(1, order_BN),
         )
+        is_ngram_BN = None if self.is_ngram_BN is None else self.is_ngram_BN.gather(1, order_BN)
+        return replace(tree, is_ngram_BN=is_ngram_BN)
 
     def visible_BNN(self) -> Tensor:
         """Return the mask as booleans: entry (i, j) is true when node i attends to node j."""

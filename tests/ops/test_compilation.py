@@ -15,7 +15,19 @@ from jetspec import ops
 from jetspec.config import TreeConfig
 from jetspec.ops import HeadNorm, KernelPlan, Residual, SlotRows, layouts, select
 from jetspec.ops.moe import route
-from jetspec.tree import Candidates, DraftTree, build_tree, choose_nodes, walk
+from jetspec.tree import (
+    Acceptance,
+    Candidates,
+    DraftTree,
+    NgramTable,
+    append,
+    build_tree,
+    choose_nodes,
+    learn,
+    match,
+    merge,
+    walk,
+)
 from jetspec.types import BatchLayout, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
 from tests.kernels import Compiled, compiled
 
@@ -62,6 +74,17 @@ def choose(params: SamplingParams, vocab: int, dtype: torch.dtype) -> None:
 def walk_tree(nodes: int) -> None:
     bits = new(2, nodes, -(-nodes // 32), dtype=torch.int32)
     walk(DraftTree(ints(2, nodes), ints(2, nodes), ints(2, nodes), bits, ints(2), 15), ints(2, nodes))
+
+
+def lookup(nodes: int) -> None:
+    bits = new(2, nodes, -(-nodes // 32), dtype=torch.int32)
+    tree = DraftTree(ints(2, nodes), ints(2, nodes), ints(2, nodes), bits, ints(2), 15, new(2, nodes, dtype=FP32))
+    table = NgramTable(4, 5000, torch.device("meta"))
+    matches = match(table, ints(2), ints(2), 15)
+    merged = merge(tree, matches, nodes, 8)
+    verdict = Acceptance(ints(2, 16), ints(2), ints(2), ints(2, 16))
+    learn(table, ints(2), matches, merged, verdict)
+    append(table, ints(2), ints(2), verdict.token_BD1)
 
 
 def build(config: TreeConfig, rank: int = 0, shortlist: int = 256, batch: int = 1, dtype: torch.dtype = BF16) -> None:
@@ -123,6 +146,8 @@ PLAIN: dict[str, Callable[[], object]] = {
     "walk of a large tree": lambda: walk_tree(1024),
     "tree": lambda: build(TreeConfig(128, 8, None, "paper"), shortlist=8),
     "tree by entropy": lambda: build(TreeConfig(1024, 64, score="entropy"), shortlist=64),
+    "n-grams": lambda: lookup(128),
+    "n-grams of a large tree": lambda: lookup(1024),
     "tree by both": lambda: build(TreeConfig(128, 8, None, "paper", "hybrid", entropy_weight=0.3), 64, 128),
     "route": lambda: route(new(3, 512), 8, True, BF16),
     **{f"loss {kind}": partial(score, kind) for kind in get_args(layouts.LossKind)},

@@ -103,7 +103,8 @@ def test_end_token_ends_the_last_round() -> None:
     prompt = PROMPTS[2]
     free = plain(target, [prompt], SamplingParams(max_tokens=24))[0]
     end = free[len(free) // 2]
-    engine = make_engine(target, "head", head, TreeConfig(budget=16, width=4), eos_tokens=frozenset({end}))
+    tree = TreeConfig(budget=16, width=4, ngrams=False)
+    engine = make_engine(target, "head", head, tree, eos_tokens=frozenset({end}))
     done = run(engine, [prompt], SamplingParams(max_tokens=24))[0]
     assert done.finish_reason == "stop"
     tokens = np.array(prompt + done.token_ids)
@@ -204,7 +205,7 @@ def test_answers_are_cached_and_decoded_identically(tmp_path: Path) -> None:
     answerer(chatter).answers("task", ASKED[:1], tmp_path / "answers")
     assert chatter.num_calls > calls, "other questions need other answers"
 
-    tree = TreeConfig(budget=16, width=4)
+    tree = TreeConfig(budget=16, width=4, ngrams=False)
     real = decode(Chatter(target, head, tree), documents, max_tokens=10)
     forced = score_head(target, head, documents, ("16",), tree)
     assert real.same_frac == 1
