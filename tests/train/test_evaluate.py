@@ -248,7 +248,7 @@ def test_backup_files_are_not_tasks(tmp_path: Path) -> None:
 
 
 def test_budgets_are_numbers_or_chain() -> None:
-    assert make_trees(["chain"], TreeConfig(), reach=15)["chain"] == TreeConfig(width=1, budget=16)
+    assert make_trees(["chain"], TreeConfig(), reach=15)["chain"] == TreeConfig(width=1, budget=16, ngrams=False)
     assert make_trees(["chain"], TreeConfig(depth=4), reach=15)["chain"].budget == 5
     for bad in ("many", "", "0"):
         with pytest.raises(ValueError, match="budget"):

@@ -1,0 +1,96 @@
+"""N-grams in the trees of a head: the text is that of plain decoding, and texts on the device are those of the host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.engine import Engine
+from jetspec.types import SamplingParams, TreeLimits, Update
+from tests.engine.tiny import Texts, engine_of, finish, run, tiny_decoder
+
+TARGET = tiny_decoder()
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7] * 3, [9], [5, 4] * 12, [1, 2, 3, 4, 5, 6, 7] * 3 + [8]]
+GREEDY = SamplingParams(max_tokens=50)
+SEEDED = SamplingParams(max_tokens=50, temperature=0.3, top_k=4, seed=7)
+TRUTH = Texts(TARGET, PROMPTS)
+TREE = TreeConfig(budget=16, width=4)
+
+
+def check_texts(engine: Engine, updates: list[Update]) -> None:
+    """The device holds the text up to the anchor, which may be ahead of the host."""
+    table = engine.cache.rows.ngrams
+    assert table is not None
+    for request in engine.scheduler.running.values():
+        if request.is_prefilled and request.row not in engine.cache.rows.new_texts:
+            assert table.text_RT[request.row, : len(request.tokens)].tolist() == request.tokens
+
+
+@pytest.mark.parametrize("who", ["causal", "edge", "eagle3"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "config",
+    [EngineConfig(page_size=4, prefill_chunk=5), EngineConfig(page_size=4, max_batch=3, num_pages=36, overlap_rounds=1)],
+    ids=["prefix cache", "preemption"],
+)
+def test_ngrams_do_not_change_the_text(who: str, sampling: SamplingParams, config: EngineConfig) -> None:
+    """Requests of different lengths, some preempted, then the same again, which find their prefixes cached."""
+    engine = engine_of(TARGET, who, TREE, config)
+    for _ in range(2):
+        done = run(engine, PROMPTS, sampling, check_texts)
+        assert [c.token_ids for c in done] == TRUTH[sampling]
+    assert any(c.stats.cached_tokens for c in done) or config.num_pages
+    accepted, by_ngrams = (sum(counts) for counts in zip(*map(counts_of, done), strict=True))
+    assert accepted >= by_ngrams > 0
+
+
+def counts_of(done: object) -> tuple[int, int]:
+    return sum(done.stats.accepted_lengths), done.stats.ngram_tokens  # type: ignore[attr-defined]
+
+
+def test_ngrams_save_rounds_and_can_be_turned_off() -> None:
+    with_ngrams = run(engine_of(TARGET, "edge", TREE), PROMPTS, GREEDY)
+    without = run(engine_of(TARGET, "edge", replace(TREE, ngrams=False)), PROMPTS, GREEDY)
+    assert sum(c.stats.rounds for c in with_ngrams) < sum(c.stats.rounds for c in without)
+    assert not any(c.stats.ngram_tokens for c in without)
+
+
+@pytest.mark.parametrize("change", [{"expand": "paper"}, {"score": "entropy"}])
+def test_trees_of_other_ranks_are_those_of_the_head(change: dict[str, str]) -> None:
+    engine = engine_of(TARGET, "edge", replace(TREE, **change))  # type: ignore[arg-type]
+    assert not any(c.stats.ngram_tokens for c in run(engine, PROMPTS, GREEDY))
+
+
+def test_updates_and_statistics_count_the_same_tokens() -> None:
+    engine, counted = engine_of(TARGET, "edge", TREE), 0
+
+    def count(engine: Engine, updates: list[Update]) -> None:
+        nonlocal counted
+        counted += sum(update.by_ngrams for update in updates)
+        assert all(update.by_ngrams <= update.accepted for update in updates)
+
+    done = run(engine, PROMPTS[:1], GREEDY, count)[0]
+    past_the_end = sum(done.stats.accepted_lengths) + done.stats.rounds - len(done.token_ids)
+    assert past_the_end == 0 < done.stats.ngram_tokens <= counted <= done.stats.ngram_tokens + TREE.budget
+
+
+def test_limits_of_a_request_hold_for_merged_trees() -> None:
+    engine, limits = engine_of(TARGET, "edge", TREE), TreeLimits(budget=5, width=1)
+    limited = engine.add(PROMPTS[0], GREEDY, limits=limits, trace=True)
+    other = engine.add(PROMPTS[2], GREEDY, trace=True)
+    sizes: dict[int, int] = {}
+
+    def measure(engine: Engine, updates: list[Update]) -> None:
+        for update in updates:
+            assert update.trace is not None
+            sizes[update.request_id] = max(sizes.get(update.request_id, 0), len(update.trace.tokens))
+            if update.request_id == limited:
+                parents = update.trace.parents[1:]
+                assert len(parents) == len(set(parents))
+
+    done = finish(engine, measure)
+    assert sizes == {limited: 5, other: TREE.budget}
+    assert [done[limited].token_ids, done[other].token_ids] == [TRUTH[GREEDY][0], TRUTH[GREEDY][2]]
+    assert done[limited].stats.ngram_tokens > 0
