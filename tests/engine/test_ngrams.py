@@ -30,24 +30,16 @@ def check_texts(engine: Engine, updates: list[Update]) -> None:
 
 @pytest.mark.parametrize("who", ["causal", "edge", "eagle3"])
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize(
-    "config",
-    [EngineConfig(page_size=4, prefill_chunk=5), EngineConfig(page_size=4, max_batch=3, num_pages=36, overlap_rounds=1)],
-    ids=["prefix cache", "preemption"],
-)
-def test_ngrams_do_not_change_the_text(who: str, sampling: SamplingParams, config: EngineConfig) -> None:
+@pytest.mark.parametrize("config", [{}, {"max_batch": 3, "num_pages": 36, "overlap_rounds": 1}], ids=str)
+def test_ngrams_do_not_change_the_text(who: str, sampling: SamplingParams, config: dict[str, int]) -> None:
     """Requests of different lengths, some preempted, then the same again, which find their prefixes cached."""
-    engine = engine_of(TARGET, who, TREE, config)
+    engine = engine_of(TARGET, who, TREE, EngineConfig(page_size=4, prefill_chunk=5, **config))  # type: ignore[arg-type]
     for _ in range(2):
         done = run(engine, PROMPTS, sampling, check_texts)
         assert [c.token_ids for c in done] == TRUTH[sampling]
-    assert any(c.stats.cached_tokens for c in done) or config.num_pages
-    accepted, by_ngrams = (sum(counts) for counts in zip(*map(counts_of, done), strict=True))
-    assert accepted >= by_ngrams > 0
-
-
-def counts_of(done: object) -> tuple[int, int]:
-    return sum(done.stats.accepted_lengths), done.stats.ngram_tokens  # type: ignore[attr-defined]
+    assert config or any(c.stats.cached_tokens for c in done)
+    assert all(sum(c.stats.accepted_lengths) >= c.stats.ngram_tokens for c in done)
+    assert any(c.stats.ngram_tokens for c in done)
 
 
 def test_ngrams_save_rounds_and_can_be_turned_off() -> None:
