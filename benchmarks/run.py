@@ -27,8 +27,10 @@ from benchmarks.run_record import Results, grade_run
 from benchmarks.tables import Form, numbered
 from benchmarks.tasks import BUILTIN, GRADED_AS, TASKS
 from jetspec.commands.screen import err, working
+from jetspec.config import DrafterName
 from jetspec.data.rows import earlier_runs
 from jetspec.engine.llm import LLM
+from jetspec.models.hub import shipped_head
 from jetspec.record import write_record
 from jetspec.settings import from_dict, read_settings
 
@@ -161,8 +163,11 @@ def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
         check_inputs(plan, folder, fresh)
         for warning in ungraded(plan):
             say(f"{warning}; `grade` can grade the answers later, here or elsewhere")
+        # Without a head the shipped one, if any, not the registry's choice: that depends on the machine's cache.
+        head = plan.head or shipped_head(plan.model)
+        drafter: DrafterName = "head" if head else "ngram"
         with working(f"Loading {plan.model}"):
-            llm = LLM(plan.model, plan.head, device=plan.device, dtype=plan.dtype)
+            llm = LLM(plan.model, head, drafter=drafter, device=plan.device, dtype=plan.dtype)
         bench = Bench(plan, llm, folder)
         rows = bench.run(progress=True, fresh=fresh, retry_failed=retry_failed)
         record = Results(bench, rows).record(progress=True)
