@@ -81,7 +81,7 @@ class TreeConfig:
     the default of `LLM` on a CPU: it holds the most probable tokens of the depth, whatever their parent."""
     ngrams: bool = True
     """Also draft what followed earlier occurrences of the last tokens, where the head ranks by log-probability
-    (`expand` and `score` unchanged)."""
+    (`expand` and `score` unchanged). Default: true; `LLM` on a GPU: false."""
     batch_trees: tuple[BatchTree, ...] = ()
     """Smaller trees for larger batches, as BATCH:BUDGET[:DEPTH],... in rising order of the batch, or `none`. Default:
     none; `LLM` on a GPU: 8:32,24:16:8."""

@@ -32,7 +32,7 @@ Given = dict[str, dict[str, Any]]
 
 SHORT = {"--model": ["-m"], "--temperature": ["-t"], "--max-tokens": ["-n"], "--port": ["-p"]}
 DEFAULT_TREES = """Unless set, the tree suits the device: on a CPU budget=16 and shortlist_parents=0,
-on a GPU batch_trees=8:32,24:16:8."""
+on a GPU batch_trees=8:32,24:16:8 and ngrams=false."""
 UNSETTABLE = {"sampling": "grammar.compiled", "server": "keys"}
 """Fields that no command line sets: a compiled object, and secrets that every user of the machine could read there."""
 
