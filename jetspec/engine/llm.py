@@ -34,8 +34,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 CPU_TREE = TreeConfig(budget=16, shortlist_parents=0)
 """Default tree on a CPU, where every node costs time."""
 GPU_TREE = TreeConfig(ngrams=False, batch_trees=(BatchTree(8, 32), BatchTree(24, 16, depth=8)))
-"""Default trees on a GPU, where nodes are almost free in a small batch only. No record says yet what n-grams cost and bring
-there."""
+"""Default trees on a GPU, where nodes are almost free in a small batch only. No record says yet what n-grams cost and
+bring there."""
 
 
 class LLM:
