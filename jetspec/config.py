@@ -152,6 +152,9 @@ class EngineConfig:
     overlap_rounds: int | None = None
     """Rounds launched before the host has read the results of an earlier one, 0 to 8. Default: 1 with graphs, else 0.
     Always 0 with n-gram drafts, which need these results."""
+    ngram_corpus: int = 0
+    """Tokens of the most recent answers under a request's API key (in Python: `cache_salt`) in which its n-grams are
+    looked up too, beside its own text. 0, the default: none. Needs a draft head."""
     max_admission_delay: int = 0
     """Most rounds that a queued request is held back so that several are prefilled together. 0, the default: none."""
 
@@ -159,6 +162,7 @@ class EngineConfig:
         _in_range("max_batch", self.max_batch, 1, MAX_BATCH)
         _in_range("page_size", self.page_size, 1, 1024)
         _in_range("prefill_chunk", self.prefill_chunk, 1, 1 << 20)
+        _in_range("ngram_corpus", self.ngram_corpus, 0, 1 << 20)
         _in_range("max_admission_delay", self.max_admission_delay, 0, 1 << 20)
         _one_of("execution", self.execution, ("auto", "eager", "graph"))
         if self.overlap_rounds is not None:

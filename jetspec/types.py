@@ -331,6 +331,10 @@ class Request:
     def is_prefilled(self) -> bool:
         return self.num_cached == len(self.tokens) - 1
 
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
+
 
 @dataclass(frozen=True)
 class EdgeFactors:

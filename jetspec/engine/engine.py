@@ -285,14 +285,14 @@ class Engine:
         text = self.texts.get(request.id)
         last = text.finish() if text else ""
         request.stats.decode_s = now - self.decode_began[request.id]
-        written = request.tokens[request.prompt_len :]
         completion = Completion(
             text.text if text else "",
-            written,
+            request.answer,
             request.finish_reason,
             request.stats,
             request.logprobs if request.sampling.logprobs is not None else None,
         )
+        self.cache.rows.remember(request)
         self._remove(request)
         return completion, last
 
@@ -368,6 +368,9 @@ class Engine:
     def _make_cache(self, head: EngineHead | None, tree: TreeConfig, config: EngineConfig, lookahead: int) -> None:
         """Allocates the cache. `max_len` is the longest sequence that fits into it while it is otherwise empty, so that
         any admitted request can finish."""
+        ngrams = head is not None and tree.ngrams and tree.ranks_by_probability
+        if config.ngram_corpus and not ngrams:
+            raise ValueError("ngram_corpus needs a draft head whose trees take n-grams: set tree.ngrams to true")
         models = [self.target.config] + ([head.config] if head else [])
         dtype, feature_size = self.target.embedding.dtype, head.feature_size if head else 0
         context = min(config.max_len or self.target.config.max_len, self.target.config.max_len)
@@ -394,7 +397,8 @@ class Engine:
             dtype=dtype,
             device=self.device,
             prefix_cache=config.prefix_cache,
-            ngrams=head is not None and tree.ngrams and tree.ranks_by_probability,
+            ngrams=ngrams,
+            ngram_corpus=config.ngram_corpus,
             feature_size=feature_size,
             idle_len=max(lookahead, PrefillSizes.of(config).max_padding) if self.uses_graphs else 0,
         )

@@ -21,7 +21,7 @@ from jetspec.engine.rows import RowTable
 from jetspec.interrupt import uninterrupted
 from jetspec.models.decoder import DecoderConfig
 from jetspec.ops.transfer import upload
-from jetspec.tree import Acceptance
+from jetspec.tree import Acceptance, NgramTable
 from jetspec.types import BatchLayout, KVPages, Request, TreeBatch
 
 PageKey = tuple[int | str, tuple[int, ...]]
@@ -157,7 +157,8 @@ class KVCache:
     """Page table with one row per admitted request, over a page pool and the storage of target and head.
 
     `idle_len` adds an idle row that pads captured batches: it has its own pages for that many positions, and its length
-    stays 0. `feature_size` is the size of the head's vector per position. `ngrams` keeps the texts on the device.
+    stays 0. `feature_size` is the size of the head's vector per position. `ngrams` keeps the texts on the device, each
+    behind `ngram_corpus` tokens of earlier answers.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class KVCache:
         feature_size: int = 0,
         idle_len: int = 0,
         ngrams: bool = False,
+        ngram_corpus: int = 0,
     ) -> None:
         self.page_size = page_size
         self.device = device
@@ -189,8 +191,9 @@ class KVCache:
         self.page_RP = torch.zeros(num_rows + bool(idle_len), width, dtype=torch.int64, device=device)
         if idle_len:
             self.page_RP[num_rows, :idle_pages] = torch.arange(num_pages, num_pages + idle_pages)
-        text_len = width * page_size if ngrams else None
-        self.rows = RowTable(len(self.page_RP), target.vocab_size, device, text_len=text_len)
+        self.rows = RowTable(len(self.page_RP), target.vocab_size, device)
+        if ngrams:
+            self.rows.ngrams = NgramTable(len(self.page_RP), width * page_size, device, ngram_corpus)
         self.length_R = self.rows.length_R
         self.new_pages: dict[tuple[int, int], int] = {}
         """Page table entries, by row and index, that are not on the device yet."""

@@ -6,7 +6,7 @@ request joins, are collected and uploaded together before the next forward.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ SAMPLING = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_pena
 COLUMNS = {torch.int64: ("length", "anchor", "seed", "budget", "width", "top_k"), torch.float32: SAMPLING}
 """Column names by dtype. Columns of a dtype are one table, so that a joining request takes few writes."""
 
+MAX_SALTS = 1024
+"""Most cache salts whose answers are kept."""
 NO_LIMITS = TreeLimits(MAX_BUDGET, MAX_WIDTH)
 
 
@@ -28,10 +30,12 @@ class RowTable:
     """Columns with one entry per row: cached length, anchor, sampling parameters and tree limits.
 
     Penalties need a count per vocabulary entry and row; that table is allocated for the first request with penalties.
-    `text_len` is the most tokens of a row whose n-grams are drafted. None: no n-grams are.
+    With `ngrams` the texts of the rows are on the device, behind earlier answers of the same cache salt.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, *, text_len: int | None = None) -> None:
+    ngrams: NgramTable | None = None
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
         self.tables = {t: torch.zeros(len(names), num_rows, dtype=t, device=device) for t, names in COLUMNS.items()}
         self.columns = {name: self.tables[t][i] for t, names in COLUMNS.items() for i, name in enumerate(names)}
@@ -39,9 +43,10 @@ class RowTable:
         self.length_R, self.anchor_R = self.columns["length"], self.columns["anchor"]
         self.changes: dict[str, dict[int, Any]] = defaultdict(dict)
         self.token_counts: TokenCounts | None = None
-        self.ngrams = None if text_len is None else NgramTable(num_rows, text_len, device)
-        self.new_texts: dict[int, list[int]] = {}
-        """Tokens of admitted requests by row, for the next flush."""
+        self.new_texts: dict[int, tuple[list[int], list[int]]] = {}
+        """Tokens of admitted requests by row, and of the answers before them, for the next flush."""
+        self.answers: OrderedDict[str, list[int]] = OrderedDict()
+        """Tokens of the most recent answers by cache salt, the salt used last at the end."""
 
     def enter(self, request: Request) -> None:
         """Initializes the row of an admitted request."""
@@ -54,7 +59,15 @@ class RowTable:
         if self.token_counts is not None:
             self.token_counts.entered[request.row] = request
         if self.ngrams is not None:
-            self.new_texts[request.row] = request.tokens[:]
+            self.new_texts[request.row] = request.tokens[:], self.answers.get(request.cache_salt, [])
+
+    def remember(self, request: Request) -> None:
+        """Keeps the answer of an ended request for the n-grams of later ones under its cache salt."""
+        if self.ngrams is None or not (size := self.ngrams.corpus_len):
+            return
+        self.answers[request.cache_salt] = [*self.answers.pop(request.cache_salt, []), *request.answer][-size:]
+        if len(self.answers) > MAX_SALTS:
+            self.answers.popitem(last=False)
 
     def limits(self, row_B: Tensor) -> tuple[Tensor, Tensor]:
         """Tree budget and width of the given rows."""
@@ -76,8 +89,8 @@ class RowTable:
         if self.token_counts is not None:
             self.token_counts.flush()
         if self.ngrams is not None:
-            for entered, tokens in self.new_texts.items():
-                self.ngrams.enter(entered, upload(tokens, torch.int32, self.device))
+            for entered, texts in self.new_texts.items():
+                self.ngrams.enter(entered, *(upload(tokens, torch.int32, self.device) for tokens in texts))
         self.new_texts.clear()
 
     def sampling(self, row_B: Tensor, features: RoundFeatures) -> RowSampling:
@@ -130,7 +143,7 @@ class TokenCounts:
                 token, bias = zip(*request.sampling.logit_bias.items(), strict=True)
                 self.biased_RX[held, : len(token)] = upload(token, torch.int64, device)
                 self.bias_RX[held, : len(bias)] = upload(bias, torch.float32, device)
-        text = [(held, token) for held, r in self.entered.items() for token in r.tokens[r.prompt_len :]]
+        text = [(held, token) for held, r in self.entered.items() for token in r.answer]
         if text:
             row_T, token_T = upload(text, torch.int64, device).unbind(1)
             self._add(row_T, token_T, torch.ones_like(token_T))

@@ -31,17 +31,29 @@ MEMORY = 0.99
 
 
 class NgramTable:
-    """Tokens of each row, and what is known of its hit rates."""
+    """Tokens of each row, and what is known of its hit rates.
 
-    def __init__(self, num_rows: int, row_len: int, device: torch.device) -> None:
-        self.text_RT = torch.zeros(num_rows, row_len, dtype=torch.int32, device=device)
+    A text starts behind `corpus_len` tokens of other texts, which may be matched as well. -1: no token.
+    """
+
+    def __init__(self, num_rows: int, row_len: int, device: torch.device, corpus_len: int = 0) -> None:
+        self.corpus_len = corpus_len
+        self.text_RT = torch.full((num_rows, corpus_len + row_len), -1, dtype=torch.int32, device=device)
         self.count_R2LX = torch.zeros(num_rows, 2, LENGTHS, BUCKETS, device=device)
         """Trials and hits by length of the match and bucket of the depth, without the prior."""
 
-    def enter(self, row: int, token_T: Tensor) -> None:
-        """Starts a text."""
-        self.text_RT[row, : len(token_T)] = token_T
+    def enter(self, row: int, token_T: Tensor, corpus_T: Tensor | None = None) -> None:
+        """Starts a text behind the last tokens of others."""
+        begin = self.corpus_len - (0 if corpus_T is None else len(corpus_T))
+        self.text_RT[row, :begin] = -1  # an earlier request of the row may not share its texts
+        if corpus_T is not None:
+            self.text_RT[row, begin : self.corpus_len] = corpus_T
+        self.text_RT[row, self.corpus_len : self.corpus_len + len(token_T)] = token_T
         self.count_R2LX[row].zero_()
+
+    def end(self, last_B: Tensor) -> Tensor:
+        """Returns the places of last tokens at positions `last_B` of their texts."""
+        return last_B + self.corpus_len if self.corpus_len else last_B
 
 
 @dataclass(frozen=True)
@@ -59,12 +71,13 @@ class Matches:
 @operation(lambda table, *_: (table.text_RT,))
 def match(table: NgramTable, row_B: Tensor, last_B: Tensor, depth: int) -> Matches:
     """Find the earlier occurrences of the end of each text, whose last token is at `last_B`, with chains of `depth`."""
+    last_B = table.end(last_B)
     longest = int(last_B.max()) + 1 if last_B.device.type == "cpu" else None  # no sync here, and most rows are long
     text_BT = table.text_RT[:, :longest][row_B]
     size, position_T = text_BT.shape[1], torch.arange(text_BT.shape[1], device=row_B.device)
     window_BTL = torch.nn.functional.pad(text_BT, (LONGEST - 1, 0), value=-1).unfold(1, LONGEST, 1)
     end_B1L = window_BTL[torch.arange(len(row_B), device=row_B.device), last_B][:, None]
-    length_BT = (window_BTL == end_B1L).flip(-1).cumprod(-1).sum(-1)
+    length_BT = ((window_BTL == end_B1L) & (window_BTL >= 0)).flip(-1).cumprod(-1).sum(-1)
     is_match_BT = (position_T < last_B[:, None]) & (length_BT >= SHORTEST)
     key_BT = torch.where(is_match_BT, length_BT * size + position_T, 0)  # distinct, but for 0
     key_BK = torch.nn.functional.pad(key_BT, (0, MATCHES)).topk(MATCHES).values
@@ -81,7 +94,7 @@ def match(table: NgramTable, row_B: Tensor, last_B: Tensor, depth: int) -> Match
 @operation(lambda table, *_: (table.text_RT,))
 def append(table: NgramTable, row_B: Tensor, last_B: Tensor, token_BX: Tensor) -> None:
     """Write committed tokens behind the end of each text. Those past the new end are written over later."""
-    position_BX = last_B[:, None] + 1 + torch.arange(token_BX.shape[1], device=row_B.device)
+    position_BX = table.end(last_B)[:, None] + 1 + torch.arange(token_BX.shape[1], device=row_B.device)
     table.text_RT[row_B[:, None], position_BX] = token_BX.int()
 
 

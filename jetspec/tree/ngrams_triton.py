@@ -44,7 +44,7 @@ def match_triton(table: NgramTable, row_B: Tensor, last_B: Tensor, depth: int) -
     token_BKD = torch.empty(B, MATCHES, depth, dtype=torch.int64, device=row_B.device)
     rate_BKD = torch.empty(B, MATCHES, depth, dtype=torch.float32, device=row_B.device)
     length_BK = torch.empty(B, MATCHES, dtype=torch.int64, device=row_B.device)
-    inputs, found = (table.text_RT, table.count_R2LX, row_B, last_B), (token_BKD, rate_BKD, length_BK)
+    inputs, found = (table.text_RT, table.count_R2LX, row_B, table.end(last_B)), (token_BKD, rate_BKD, length_BK)
     sizes = {"BLOCK": min(BLOCK, triton.next_power_of_2(T)), "num_warps": 8}
     launch(_match_kernel, (B,), *inputs, *found, T, depth, **sizes)
     return Matches(*found)
@@ -68,9 +68,9 @@ def _match_kernel(text_ptr, count_ptr, row_ptr, last_ptr, token_ptr, rate_ptr, l
         is_equal = position < last
         length = tl.zeros([BLOCK], tl.int32)
         for back in tl.static_range(LONGEST):
-            end = tl.load(text_ptr + last - back, mask=back <= last, other=-2)
+            end = tl.load(text_ptr + last - back, mask=back <= last, other=-1)
             token = tl.load(text_ptr + position - back, mask=is_equal & (position >= back), other=-1)
-            is_equal &= token == end
+            is_equal &= (token == end) & (token >= 0)
             length += is_equal.to(tl.int32)
         key = tl.where(length >= SHORTEST, length.to(tl.int64) << 32 | position, ABSENT)
         best = tl.max(key)
@@ -104,7 +104,7 @@ def _match_kernel(text_ptr, count_ptr, row_ptr, last_ptr, token_ptr, rate_ptr, l
 def append_triton(table: NgramTable, row_B: Tensor, last_B: Tensor, token_BX: Tensor) -> None:
     (B, X), T = token_BX.shape, table.text_RT.shape[1]
     sizes = {"TOKENS": triton.next_power_of_2(X), "num_warps": 1}
-    launch(_append_kernel, (B,), table.text_RT, row_B, last_B, token_BX.contiguous(), X, T, **sizes)
+    launch(_append_kernel, (B,), table.text_RT, row_B, table.end(last_B), token_BX.contiguous(), X, T, **sizes)
 
 
 @triton.jit

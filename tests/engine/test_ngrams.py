@@ -25,7 +25,8 @@ def check_texts(engine: Engine, updates: list[Update]) -> None:
     assert table is not None
     for request in engine.scheduler.running.values():
         if request.is_prefilled and request.row not in engine.cache.rows.new_texts:
-            assert table.text_RT[request.row, : len(request.tokens)].tolist() == request.tokens
+            begin = table.corpus_len
+            assert table.text_RT[request.row, begin : begin + len(request.tokens)].tolist() == request.tokens
 
 
 @pytest.mark.parametrize("who", ["causal", "edge", "eagle3"])
@@ -47,6 +48,39 @@ def test_ngrams_save_rounds_and_can_be_turned_off() -> None:
     without = run(engine_of(TARGET, "edge", replace(TREE, ngrams=False)), PROMPTS, GREEDY)
     assert sum(c.stats.rounds for c in with_ngrams) < sum(c.stats.rounds for c in without)
     assert not any(c.stats.ngram_tokens for c in without)
+
+
+CORPUS = EngineConfig(page_size=4, prefill_chunk=5, max_batch=2, ngram_corpus=64)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_answers_of_a_salt_are_drafted_again_under_it_alone(sampling: SamplingParams) -> None:
+    """The same prompt again, under the salt of the first answer and under another, which reads its row."""
+    engine = engine_of(TARGET, "causal", TREE, CORPUS)
+    rounds = []
+    for salt in ("mine", "mine", "theirs"):
+        request = engine.add(PROMPTS[1], sampling, cache_salt=salt)
+        done = finish(engine, check_texts)[request]
+        assert done.token_ids == TRUTH[sampling][1]
+        rounds.append(done.stats.rounds)
+    assert rounds[1] < rounds[0] == rounds[2]
+
+
+def test_the_corpus_keeps_the_last_tokens_of_few_salts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jetspec.engine.rows.MAX_SALTS", 2)
+    engine = engine_of(TARGET, "causal", TREE, CORPUS)
+    written: list[int] = []
+    for prompt, salt in ((PROMPTS[0], "a"), (PROMPTS[1], "b"), (PROMPTS[2], "a"), (PROMPTS[3], "c")):
+        request = engine.add(prompt, GREEDY, cache_salt=salt)
+        answer = finish(engine)[request].token_ids
+        written += answer if salt == "a" else []
+    assert list(engine.cache.rows.answers) == ["a", "c"]
+    assert engine.cache.rows.answers["a"] == written[-64:]
+
+
+def test_a_corpus_without_ngrams_is_refused() -> None:
+    with pytest.raises(ValueError, match="ngram_corpus"):
+        engine_of(TARGET, "causal", replace(TREE, ngrams=False), CORPUS)
 
 
 @pytest.mark.parametrize("change", [{"expand": "paper"}, {"score": "entropy"}])

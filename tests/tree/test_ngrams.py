@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -26,13 +28,15 @@ texts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=
 seeds = st.integers(0, 10**6)
 
 
-def table_of(rows: list[list[int]], room: int = 60) -> tuple[NgramTable, torch.Tensor, torch.Tensor]:
-    """Texts in the rows of a table, last first, with what the table held before."""
-    table = NgramTable(len(rows), room, CPU)
+def table_of(
+    rows: list[list[int]], room: int = 60, corpora: Sequence[list[int]] = ()
+) -> tuple[NgramTable, torch.Tensor, torch.Tensor]:
+    """Texts in the rows of a table, last first, each behind its corpus, with what the table held before."""
+    table = NgramTable(len(rows), room, CPU, corpus_len=max(map(len, corpora), default=0))
     table.text_RT.random_(3)
     row_B = torch.arange(len(rows)).flip(0)
-    for row, tokens in zip(row_B.tolist(), rows, strict=True):
-        table.enter(row, torch.tensor(tokens))
+    for row, tokens, corpus in zip_longest(row_B.tolist(), rows, corpora):
+        table.enter(row, torch.tensor(tokens), torch.tensor(corpus or [], dtype=torch.int32))
     return table, row_B, torch.tensor([len(tokens) - 1 for tokens in rows])
 
 
@@ -60,11 +64,14 @@ def slow_matches(text: list[int], depth: int) -> list[tuple[int, list[int]]]:
     return [(length, chain) for length, _, chain in found[:MATCHES]]
 
 
-@given(texts, st.integers(1, 16))
-def test_matches_are_the_longest_then_the_most_recent(rows: list[list[int]], depth: int) -> None:
-    found = match(*table_of(rows), depth)
+@given(texts, st.lists(st.lists(st.integers(0, 2), max_size=20), min_size=3, max_size=3), st.integers(1, 16))
+def test_matches_are_the_longest_then_the_most_recent(
+    rows: list[list[int]], corpora: list[list[int]], depth: int
+) -> None:
+    """In the text and in the corpus of its row."""
+    found = match(*table_of(rows, corpora=corpora[: len(rows)]), depth)
     for row, text in enumerate(rows):
-        expected = slow_matches(text, depth)
+        expected = slow_matches(corpora[row] + text, depth)
         assert found.length_BK[row].tolist() == [n for n, _ in expected] + [0] * (MATCHES - len(expected))
         for k, (length, chain) in enumerate(expected):
             assert found.token_BKD[row, k].tolist() == chain
@@ -295,11 +302,13 @@ def compare_merged(tree: DraftTree, matches: Matches, budget: int, width: int) -
 def compare_matches(device: str, room: int, lengths: list[int], rounds: int, depth: int) -> None:
     """Matches, texts and counts of kernel and reference over some rounds of random tokens."""
     rng = torch.Generator().manual_seed(room)
-    rows = [torch.randint(3, (n,), generator=rng).tolist() for n in lengths]
+    rows, corpora = (
+        [torch.randint(3, (n,), generator=rng).tolist() for n in sizes] for sizes in (lengths, lengths[::-1])
+    )
     tables = []
     for kernels in ("reference", "triton"):
         rng.manual_seed(7)
-        table, row_B, last_B = table_of(rows, room)
+        table, row_B, last_B = table_of(rows, room, corpora)
         table.text_RT, table.count_R2LX = table.text_RT.to(device), table.count_R2LX.to(device)
         row_B, last_B, found = row_B.to(device), last_B.to(device), []
         with force(kernels):
@@ -321,7 +330,7 @@ def compare_matches(device: str, room: int, lengths: list[int], rounds: int, dep
     for one, other in zip(found, expected, strict=True):
         for x, y in zip(one, other, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
-    ends = last_B.tolist()
+    ends = table.end(last_B).tolist()
     assert all(
         torch.equal(table.text_RT[row, : end + 1], reference.text_RT[row, : end + 1])
         for row, end in zip(row_B.tolist(), ends, strict=True)
