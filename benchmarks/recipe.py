@@ -64,7 +64,8 @@ class Kind:
     """Remark for a reader of its numbers."""
 
 
-_SHAPE = ("width", "depth", "expand", "score", "entropy_weight", "draft_temperature", "shortlist", "shortlist_parents")
+_SHAPE = ("width", "depth", "ngrams", "expand", "score", "entropy_weight", "draft_temperature", "shortlist")
+_SHAPE += ("shortlist_parents",)
 """Settings of a method that are settings of its trees."""
 _TREE = ("budgets", "width", "depth")
 _SCORED = ("head", "budgets", *_SHAPE[:-2])
@@ -138,6 +139,8 @@ class MethodConfig:
     draft_temperature: float | None = None
     shortlist: int | None = None
     shortlist_parents: int | None = None
+    ngrams: bool | None = None
+    """N-grams of the text join the trees of a head. False by default, as heads are published."""
     assistant: str | None = None
     """Smaller model of the same vocabulary, for assisted generation of transformers."""
     lookup_tokens: int | None = None

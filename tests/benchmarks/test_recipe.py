@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -56,6 +57,23 @@ def test_questions_come_from_a_folder_as_they_stand(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             check_tasks([name], place)
+
+
+def test_questions_of_other_tasks_are_selected_and_rewritten(tmp_path: Path) -> None:
+    code = {"id": "c", "turns": ["Write:\n```python\ndef f():\n```"], "answer": "    return 7"}
+    texts = [("s", "summarization", "Summarize: one two"), ("r", "rag", "Who? Text."), ("w", "writing", "Write.")]
+    rows = [{"id": id, "source": f"Spec-Bench:{kind}", "turns": [text]} for id, kind, text in texts]
+    for name, lines in (("humaneval", [code]), ("spec_bench", rows)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    check_tasks(["summarization", "retrieval", "editing"], tmp_path)
+    assert [prompt.turns for prompt in read_task("summarization", tmp_path, None)] == [["Summarize: one two"]]
+    assert [prompt.turns for prompt in read_task("retrieval", tmp_path, None)] == [["Who? Text."]]
+    edits = read_task("editing", tmp_path, None)
+    assert len({edit.id for edit in edits}) == len(edits) == 2
+    assert "def f():\n    return 7\n" in edits[0].turns[0] and edits[1].turns[0].endswith("\n\none two")
+    assert len(read_task("editing", tmp_path, 1)) == 1
+    with pytest.raises(ValueError, match="spec_bench"):
+        check_tasks(["retrieval"], None)
 
 
 SCRIPTED = ("livecodebench/code_generation_lite", "tatsu-lab/alpaca_eval")
