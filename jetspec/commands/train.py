@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -122,7 +123,8 @@ def score_head(target: Target, head: Head, asks: Sequence[Ask]) -> dict[str, flo
     from jetspec.engine.engine import Engine
 
     depth = head.head_config.depth
-    trees = {"chain": TreeConfig(budget=depth + 1, width=1), "tree_64": TreeConfig(budget=64)}
+    alone = TreeConfig(ngrams=False)
+    trees = {"chain": replace(alone, budget=depth + 1, width=1), "tree_64": replace(alone, budget=64)}
     longest = max(len(prompt) + count for prompt, count in asks)
     scores = {}
     for name, tree in trees.items():

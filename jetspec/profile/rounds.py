@@ -302,6 +302,7 @@ class StandingRound:
 
     def accept(self) -> None:
         self.verdict = accept(self.tree, self.logits_BNV, self.state.sampling, self.batch.layout.cached_len_B)
+        self.drafter.learn(self.state, self.drafted, self.tree, self.verdict)
 
     def commit(self) -> None:
         self.round.commit(self.state, self.batch, self.out, self.verdict)

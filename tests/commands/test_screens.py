@@ -34,7 +34,7 @@ from tests.fake_llm import ANSWER, WORDS, FakeLLM
 JSON_FIELDS = {"text", "token_ids", "finish_reason", "stats"}
 STATS_FIELDS = {
     *("prompt_tokens", "cached_tokens", "completion_tokens", "rounds", "tokens_per_round", "accepted_lengths"),
-    *("prefill_s", "decode_s", "tokens_per_s"),
+    *("ngram_tokens", "prefill_s", "decode_s", "tokens_per_s"),
 }
 
 

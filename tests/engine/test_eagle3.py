@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from tests.engine.tiny import make_engine, tiny_decoder, tiny_eagle3
 from tests.models.slow_eagle3 import slow_tree
 
 TARGET = tiny_decoder()
+ALONE = TreeConfig(ngrams=False)
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8] * 3]
 
 
@@ -50,12 +53,12 @@ def wrong_trees(head: Eagle3Head, target: Decoder, tree: TreeConfig, seen: list[
 @pytest.mark.parametrize(
     ("tree", "draft_vocab", "norm_first"),
     [
-        (TreeConfig(budget=9, width=3), None, False),
-        (TreeConfig(budget=9, width=3), None, True),
-        (TreeConfig(budget=20, width=2, depth=5), 20, False),
-        (TreeConfig(budget=4, width=1), None, True),
-        (TreeConfig(budget=3, width=5), 4, False),
-        (TreeConfig(budget=60, width=3, depth=2), 7, True),
+        (replace(ALONE, budget=9, width=3), None, False),
+        (replace(ALONE, budget=9, width=3), None, True),
+        (replace(ALONE, budget=20, width=2, depth=5), 20, False),
+        (replace(ALONE, budget=4, width=1), None, True),
+        (replace(ALONE, budget=3, width=5), 4, False),
+        (replace(ALONE, budget=60, width=3, depth=2), 7, True),
     ],
 )
 def test_eagle3_trees_match_the_definition(tree: TreeConfig, draft_vocab: int | None, norm_first: bool) -> None:
@@ -72,6 +75,6 @@ def test_variants_of_eagle3_match_the_definition(flag: str) -> None:
     for norm in (head.norm.weight, head.fc_norm, getattr(head.input_norm, "weight", None)):
         if norm is not None:
             norm.uniform_(0.5, 1.5, generator=generator)
-    tree = TreeConfig(budget=20, width=2, depth=4)
+    tree = replace(ALONE, budget=20, width=2, depth=4)
     seen = rounds(make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2)), PROMPTS, 4)
     assert wrong_trees(head, TARGET, tree, seen) == 0, seen[0][1]

@@ -124,7 +124,7 @@ def test_stages_add_up_to_the_round(edge: int, temperature: float) -> None:
     still.whole()
     for stage in STAGES:
         getattr(still, stage)()
-    assert torch.equal(still.verdict.token_BD1, still.packed_BD3[:, 2:])
+    assert torch.equal(still.verdict.token_BD1, still.packed_BD3[:, 3:])
     assert torch.equal(still.verdict.length_B, still.packed_BD3[:, 0])
     assert int(table.length_R.sum()) == int(before[0].sum() + (still.verdict.length_B + 1).sum())
     still.rewind()
