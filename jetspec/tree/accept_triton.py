@@ -1,11 +1,13 @@
 """Triton kernels of acceptance: `choose_nodes`, the best token of every chunk of a row, then of the row, and `walk`,
 one program per tree.
 
-The filters need no sort: each keeps the tokens above some value, found by bisection over the bits of a float.
+The filters need no sort: each keeps the tokens above some value. The best tokens of a row nearly always decide it;
+where they do not, it is found by bisection over the bits of a float.
 
 Layout, contiguous: logits are (B * N, V); temperature, seed and the filters (B,), positions, thresholds and chosen
-tokens (B * N,), the keys of the chunks (B * N, chunks). For the walk, all int64: token, parent, depth and choice are
-(B, N), the path and the committed tokens (B, D + 1) with D = `max_depth`, the length and the bonus (B,).
+tokens (B * N,), the best tokens and their log-probabilities (B * N, K), the keys of the chunks (B * N, chunks). For the
+walk, all int64: token, parent, depth and choice are (B, N), the path and the committed tokens (B, D + 1) with D =
+`max_depth`, the length and the bonus (B,).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -18,13 +20,19 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.overlap_triton import launch
+from jetspec.ops.shortlist_triton import topk_logprob_triton
 from jetspec.tree.draft_tree import Acceptance, DraftTree
 from jetspec.types import RowSampling
 
 CHUNK = 4096
 """Logits per program of the choice."""
 BLOCK = 8192
-"""Logits per load of the threshold kernel."""
+"""Logits per load of a bisection."""
+BEST, BEST_OF_MANY = 256, 64
+"""Best tokens of a row among which thresholds are looked for, for few and for many rows."""
+MANY_ROWS = 512
+COLDEST = tl.constexpr(1e-6)
+"""Least temperature: a draw at a lower one is the argmax anyway."""
 
 
 def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
@@ -45,10 +53,12 @@ def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: 
 def _thresholds(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
     """Return the least value, after temperature, that the filters of a row keep. -inf for rows without filters."""
     B, N, V = logits_BNV.shape
+    K = min(V, BEST if B * N < MANY_ROWS else BEST_OF_MANY)
+    best = topk_logprob_triton(logits_BNV, K, sampling.temperature_B.clamp(min=COLDEST.value))
     threshold_BN = torch.empty(B, N, dtype=torch.float32, device=logits_BNV.device)
     filters = sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B
-    sizes = {"BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": 16}
-    launch(_threshold_kernel, (B * N,), logits_BNV, *filters, threshold_BN, N, V, **sizes)
+    sizes = {"RANKS": triton.next_power_of_2(K), "BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": 16}
+    launch(_threshold_kernel, (B * N,), logits_BNV, *best, *filters, threshold_BN, N, V, K, **sizes)
     return threshold_BN
 
 
@@ -116,12 +126,24 @@ def _philox_words(seed, position, block):
 
 @triton.jit
 def _threshold_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, threshold_ptr, N, V, BLOCK: tl.constexpr
+    logits_ptr,
+    best_ptr,
+    logprob_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    threshold_ptr,
+    N,
+    V,
+    K,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Least value of a row that top-k, then top-p, then min-p keep, without the sort of `filter_logits`.
 
     top-p keeps a value t if the values from the k-th largest up to t hold more than 1 - p of the mass. Both conditions
-    are monotone in t. Bisection is over the integers that are ordered like floats.
+    are monotone in t.
     """
     node = tl.program_id(0).to(tl.int64)
     request = node // N
@@ -130,15 +152,38 @@ def _threshold_kernel(
         tl.store(threshold_ptr + node, -float("inf"))
         return
     row_ptr = logits_ptr + node * V
-    lane = tl.arange(0, BLOCK)
     top_k, top_p, min_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request), tl.load(min_p_ptr + request)
 
-    # maximum
-    highest = tl.full([BLOCK], -float("inf"), tl.float32)
-    for start in range(0, V, BLOCK):
-        highest = tl.maximum(highest, _scaled_block(row_ptr, start + lane, V, temperature))
-    top = tl.max(highest)
+    # best tokens: top-k, then top-p
+    rank = tl.arange(0, RANKS)
+    token = tl.load(best_ptr + node * K + rank, mask=rank < K, other=0)
+    value = _scaled(tl.load(row_ptr + token, mask=rank < K, other=-float("inf")).to(tl.float32), temperature)
+    top, last = tl.max(value), tl.min(tl.where(rank < K, value, float("inf")))
+    is_limited = (top_k > 0) & (top_k < V)
+    kth = tl.max(tl.where(is_limited & (rank == top_k - 1), value, -float("inf")))
+    in_top_k = (rank < K) & (value >= kth)
+    prob = tl.where(in_top_k, tl.exp(tl.load(logprob_ptr + node * K + rank, mask=rank < K, other=0.0)), 0.0)
+    total = tl.where(is_limited, tl.sum(prob), 1.0)
+    above = tl.cumsum(prob, axis=0) - prob
+    kept = in_top_k & ((rank == 0) | (total - above > (1 - top_p) * total))
+    least = tl.where(top_p < 1, tl.min(tl.where(kept, value, float("inf"))), kth)
+    # tokens beyond the list decide nothing: there are none, or all that may be kept are above its last
+    knows_top_k = (top_k <= K) & ((top_p >= 1) | (kth > last))
+    knows_all = (K == V) | (last == -float("inf"))
+    is_decided = knows_all | tl.where(is_limited, knows_top_k, (top_p >= 1) | (least > last))
+    if not is_decided:
+        least = _bisected(row_ptr, temperature, top_k, top_p, top, V, tl.arange(0, BLOCK))
+    # min-p
+    if min_p > 0:
+        least = tl.maximum(least, top + tl.log(min_p))
+    tl.store(threshold_ptr + node, least)
 
+
+@triton.jit
+def _bisected(row_ptr, temperature, top_k, top_p, top, V, lane):
+    """Return the least value that top-k, then top-p keep, by bisection over the integers that are ordered like
+    floats."""
+    BLOCK: tl.constexpr = lane.shape[0]
     # top-k
     kth = -float("inf")
     if (top_k > 0) & (top_k < V):
@@ -166,10 +211,7 @@ def _threshold_kernel(
             high = tl.where(enough, middle, high)
             low = tl.where(enough, low, middle + 1)
         least = _float(low)
-    # min-p
-    if min_p > 0:
-        least = tl.maximum(least, top + tl.log(min_p))
-    tl.store(threshold_ptr + node, least)
+    return least
 
 
 @triton.jit
@@ -189,7 +231,7 @@ def _scaled_block(row_ptr, index, V, temperature):
 
 @triton.jit
 def _scaled(logit, temperature):
-    return tl.div_rn(logit, tl.zeros_like(logit) + tl.maximum(temperature, 1e-6))
+    return tl.div_rn(logit, tl.zeros_like(logit) + tl.maximum(temperature, COLDEST))
 
 
 @triton.jit

@@ -177,9 +177,9 @@ def test_kernel_equals_reference(
         assert interpreter.submit(compare_choices, logits_BNV, params, chunk).result() == 1
 
 
-def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams]) -> None:
+def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams], best: int) -> None:
     kernel: Any = importlib.import_module("jetspec.tree.accept_triton")
-    kernel.BLOCK = 32
+    kernel.BLOCK, kernel.BEST = 32, best
     sampling = replace(rows(*params), any_filtered=True)
     threshold_B = kernel._thresholds(logits_BV[:, None], sampling)[:, 0]
     for row, p in enumerate(params):
@@ -189,12 +189,13 @@ def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams]) ->
         assert not p.temperature or torch.equal(kept_V, filtered_V > -torch.inf)
 
 
-@pytest.mark.parametrize("params", FILTERED)
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("params", [*FILTERED, SamplingParams(1.0, top_k=45), SamplingParams(3.0, top_k=6, top_p=0.99)])
+@pytest.mark.parametrize(("rounded", "best"), [(False, 256), (False, 6), (True, 6)])
 def test_kernel_finds_the_thresholds_of_the_filters(
-    interpreter: Executor, params: SamplingParams, rounded: bool
+    interpreter: Executor, params: SamplingParams, rounded: bool, best: int
 ) -> None:
-    interpreter.submit(compare_thresholds, random_logits(1, 1, 50, rounded)[0], [params]).result()
+    """Where the best tokens decide, and where they do not."""
+    interpreter.submit(compare_thresholds, random_logits(1, 1, 50, rounded)[0], [params], best).result()
 
 
 def test_kernel_applies_the_filters(interpreter: Executor) -> None:
