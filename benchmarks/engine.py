@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import cycle, islice, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,10 +25,11 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from benchmarks.baselines import token_times
 from benchmarks.lossless import FreshPass, Judge, PairNoise, Texts, cached, find_differences, pair_noise, readings
+from benchmarks.methods import token_times
 from benchmarks.options import DEFAULT, Commit, Device, Model, Questions, RecordFile, examples, numbers, with_options
 from benchmarks.soak import KINDS, Soak
+from jetspec.commands.screen import total
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
 from jetspec.engine.drafter import Drafter, RoundState
 from jetspec.engine.engine import Engine
@@ -49,7 +50,7 @@ from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
 from jetspec.train.config import HeadShape
 from jetspec.tree import DraftTree
-from jetspec.types import Completion, SamplingParams
+from jetspec.types import Completion, RoundStats, SamplingParams
 
 STRICT_TIE = 1e-4
 LONGEST_PROMPT, LONGEST_LOSSLESS = 1024, 300
@@ -101,22 +102,10 @@ class Decoded:
     def texts(self) -> dict[str, list[int]]:
         return {name: completion.token_ids for name, completion in self.completions.items()}
 
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, self.texts.values()))
-
-    @property
-    def rounds(self) -> int:
-        return sum(c.stats.rounds for c in self.completions.values())
-
-    @property
-    def tokens_per_round(self) -> float:
-        return self.tokens / self.rounds
-
-    @property
-    def decode_rate(self) -> float:
-        """Tokens per second of requests that ran one at a time, without prefill."""
-        return self.tokens / sum(c.stats.decode_s for c in self.completions.values())
+    @cached_property
+    def stats(self) -> RoundStats:
+        """Statistics of all; the speed is that of requests that ran one at a time, without prefill."""
+        return total(completion.stats for completion in self.completions.values())
 
 
 def decode(
@@ -246,10 +235,10 @@ def check_speed(
         {
             "set": name,
             "budget": budget,
-            "tokens": decoded.tokens,
-            "tokens_per_s": decoded.decode_rate,
-            "tokens_per_round": decoded.tokens_per_round,
-            "speedup": decoded.decode_rate / plain[name].decode_rate,
+            "tokens": decoded.stats.completion_tokens,
+            "tokens_per_s": decoded.stats.tokens_per_s,
+            "tokens_per_round": decoded.stats.tokens_per_round,
+            "speedup": decoded.stats.tokens_per_s / plain[name].stats.tokens_per_s,
             **ties(plain[name].texts, decoded.texts),
         }
         for (name, budget), decoded in done.items()
@@ -257,14 +246,12 @@ def check_speed(
     best = {name: max(run["speedup"] for run in runs if run["set"] == name) for name in sets}
     found = ties.record(runs, best)
     if other is not None:
-        rates = {
-            name: transformers_rates(other, first(prompts, other_prompts), tokens) for name, prompts in sets.items()
-        }
-        for run in runs:
-            mine = rates[run["set"]]
-            run["transformers_tokens_per_s"] = statistics.median(mine)
-            run["transformers_range"] = [min(mine), max(mine)]
-            run["speedup_over_transformers"] = run["tokens_per_s"] / statistics.median(mine)
+        for name, prompts in sets.items():
+            rates = transformers_rates(other, first(prompts, other_prompts), tokens)
+            median = statistics.median(rates)
+            for run in (run for run in runs if run["set"] == name):
+                run |= {"transformers_tokens_per_s": median, "transformers_range": [min(rates), max(rates)]}
+                run["speedup_over_transformers"] = run["tokens_per_s"] / median
         found["transformers_prompts"] = min(other_prompts, *map(len, sets.values()))
     return found
 
@@ -283,11 +270,10 @@ class Tree:
             return cls(GPU_TREE.budget, batch_trees=True)
         try:
             budget, _, depth = word.partition(":")
-            tree = cls(int(budget), int(depth or 0))
-            TreeConfig(budget=tree.budget, depth=tree.depth or None)
+            config = TreeConfig(budget=int(budget), depth=int(depth or 0) or None)
         except ValueError as error:
             raise ValueError(f"{word!r} is no tree: {error}") from None
-        return tree
+        return cls(config.budget, config.depth or 0)
 
 
 def check_batches(
@@ -307,29 +293,27 @@ def check_batches(
             done[tree, batch] = decode_timed(engine, some, tokens, batch, label)
     assert alone is not None
     ties = Ties.measure(models, prompts, alone.texts, max(trees).budget)
-    runs = []
-    for (tree, batch), repeats in done.items():
-        median = repeats[len(repeats) // 2]
-        runs.append(
-            {
-                "batch": batch,
-                "budget": tree.budget,
-                "depth": tree.depth or None,
-                "batch_trees": tree.batch_trees,
-                "tokens": median.tokens,
-                "seconds": median.seconds,
-                "seconds_of_runs": [run.seconds for run in repeats],
-                "tokens_per_s": median.tokens / median.seconds,
-                "tokens_per_round": median.tokens_per_round,
-                **ties(alone.texts, median.texts),
-            }
-        )
+    runs = [
+        {
+            "batch": batch,
+            "budget": tree.budget,
+            "depth": tree.depth or None,
+            "batch_trees": tree.batch_trees,
+            "tokens": median.stats.completion_tokens,
+            "seconds": median.seconds,
+            "seconds_of_runs": [run.seconds for run in repeats],
+            "tokens_per_s": median.stats.completion_tokens / median.seconds,
+            "tokens_per_round": median.stats.tokens_per_round,
+            **ties(alone.texts, median.texts),
+        }
+        for (tree, batch), repeats in done.items()
+        for median in (repeats[len(repeats) // 2],)
+    ]
     frame = pd.DataFrame(runs)
-    best = (
-        frame[frame.budget > 1].groupby("batch").tokens_per_s.max()
-        / frame[frame.budget == 1].groupby("batch").tokens_per_s.max()
-    ).fillna(1.0)
-    return ties.record(runs, best.to_dict())
+    plain, others = (
+        frame[is_own].groupby("batch").tokens_per_s.max() for is_own in (frame.budget == 1, frame.budget > 1)
+    )
+    return ties.record(runs, (others / plain).fillna(1.0).to_dict())
 
 
 def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens: int) -> dict[str, Any]:
@@ -342,10 +326,10 @@ def check_strict(models: Models, prompts: Texts, batch: int, budget: int, tokens
     gaps = [d["gap"] for d in found["differences"] if d["gap"] is not None]
     return {
         "prompts": len(prompts),
-        "tokens": plain.tokens,
+        "tokens": plain.stats.completion_tokens,
         "batch": batch,
         "budget": budget,
-        "tokens_per_round": other.tokens_per_round,
+        "tokens_per_round": other.stats.tokens_per_round,
         **ties.record([found]),
         "widest_gap": max(gaps, default=0.0),
         **found,
@@ -455,7 +439,7 @@ def speed(
     sizes, files = numbers(budgets, least=2, name="--budgets"), plan.files(*SPEED_SETS)
 
     def measure(models: Models, tokenizer: Tokenizer, dtype: torch.dtype) -> dict[str, Any]:
-        turns = {file.stem: draw_turns([file], prompts, tokenizer) for file in files}
+        turns = {file.stem: draw_turns([file], prompts, tokenizer, LONGEST_PROMPT) for file in files}
         sets = {name: every_turn(models, tokenizer, said, plan.tokens) for name, said in turns.items()}
         other = load_hf(resolve(plan.model), dtype, plan.where) if other_prompts else None
         return check_speed(models, sets, sizes, plan.tokens, other, other_prompts)
@@ -591,9 +575,9 @@ def check_setting(
     done = decode(engine, {str(i): prompt for i, prompt in enumerate(prompts)}, tokens, len(prompts))
     different = sum(text != expected[int(i)] for i, text in done.texts.items())
     run = {"drafter": drafter, "budget": budget, "batch": batch, "prefix_cache": prefix_cache}
-    written = sum(map(len, expected))
-    print(run, f"different {different}, {written / done.rounds:.2f} tokens per round, {done.seconds:.0f} s", flush=True)
-    return {**run, "different": different, "tokens": written, "rounds": done.rounds, "seconds": done.seconds}
+    written, rounds = sum(map(len, expected)), done.stats.rounds
+    print(run, f"different {different}, {written / rounds:.2f} tokens per round, {done.seconds:.0f} s", flush=True)
+    return {**run, "different": different, "tokens": written, "rounds": rounds, "seconds": done.seconds}
 
 
 # -- beside transformers on a CPU
@@ -666,13 +650,11 @@ def round_ms(engine: Engine, prompt: list[int], rounds: int) -> float:
 
 def draw(files: Sequence[Path], count: int, tokenizer: Tokenizer, most: int = LONGEST_PROMPT) -> dict[str, list[int]]:
     """Prompts of first turns, by id."""
-    turns = draw_turns(files, count, tokenizer, most)
-    return {name: encode(tokenizer, said[:1]) for name, said in turns.items()}
+    drawn = draw_turns(files, count, tokenizer, most)
+    return {name: encode(tokenizer, turns[:1]) for name, turns in drawn.items()}
 
 
-def draw_turns(
-    files: Sequence[Path], count: int, tokenizer: Tokenizer, most: int = LONGEST_PROMPT
-) -> dict[str, list[str]]:
+def draw_turns(files: Sequence[Path], count: int, tokenizer: Tokenizer, most: int) -> dict[str, list[str]]:
     """User turns drawn over all files, the same for every run. Conversations with a long first turn are left out."""
     lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     random.Random(0).shuffle(lines)
@@ -694,19 +676,16 @@ def every_turn(
 ) -> dict[str, list[int]]:
     """Prompts of all turns. Plain decoding answers the earlier ones. A conversation ends where it is too long."""
     prompts: dict[str, list[int]] = {}
-    said: dict[str, list[str]] = {name: [] for name in turns}
-    for number in range(max(map(len, turns.values()))):
-        fitting = {}
-        for name in [name for name in said if number < len(turns[name])]:
-            said[name].append(turns[name][number])
-            prompt = encode(tokenizer, said[name])
-            if len(prompt) <= LONGEST_PROMPT:
-                prompts[f"{name}, turn {number + 1}"] = fitting[name] = prompt
-        answered = {name: prompt for name, prompt in fitting.items() if number + 1 < len(turns[name])}
-        said = {name: said[name] for name in answered}
-        if answered:
-            batch = min(len(answered), TURN_BATCH)
-            engine = models.engine(1, engine_config(answered, tokens, batch))
-            for name, answer in decode(engine, answered, tokens, batch, f"turn {number + 1}").texts.items():
-                said[name].append(tokenizer.decode(answer))
+    said, turn = {name: [first] for name, (first, *_) in turns.items()}, 1
+    while True:
+        asked = {name: prompt for name in said if len(prompt := encode(tokenizer, said[name])) <= LONGEST_PROMPT}
+        prompts |= {f"{name}, turn {turn}": prompt for name, prompt in asked.items()}
+        asked = {name: prompt for name, prompt in asked.items() if turn < len(turns[name])}
+        if not asked:
+            break
+        batch = min(len(asked), TURN_BATCH)
+        engine = models.engine(1, engine_config(asked, tokens, batch))
+        answers = decode(engine, asked, tokens, batch, f"turn {turn}").texts
+        said = {name: [*said[name], tokenizer.decode(answer), turns[name][turn]] for name, answer in answers.items()}
+        turn += 1
     return prompts

@@ -18,16 +18,19 @@ from typing import Any
 
 import torch
 
-from benchmarks.baselines import check_found, check_ready, identify, left_open, open_method
 from benchmarks.methods import (
     Ask,
     Method,
     Reply,
     Timed,
     UnequalConditions,
-    Unopened,
+    check_found,
+    check_ready,
     find_head,
+    identify,
     kind_of,
+    left_open,
+    open_method,
     with_head_of,
 )
 from benchmarks.recipe import PLAIN, BenchConfig, Cell, MethodConfig
@@ -190,15 +193,15 @@ class Bench:
             for group in some:
                 place = f"repeat {group.repeat + 1}: {name} {budget or ''} x{batch} {group.cell.task}"
                 bar.set_description(place, refresh=False)
-                if group.cell not in warm:
+                if group.cell not in warm and not isinstance(opened, Exception):
                     self._warm_up(opened, group)
                     warm.add(group.cell)
                 yield self.decode(opened, group)
             del opened
             release_memory()
 
-    def _open(self, method: MethodConfig, budget: int | None, batch: int) -> Method:
-        """An open method, or one that fails where memory does not suffice. Plain decoding must open."""
+    def _open(self, method: MethodConfig, budget: int | None, batch: int) -> Method | Exception:
+        """An open method, or why it cannot be opened, such as too little memory. Plain decoding must open."""
         llm = with_head_of(self.llm, method)
         try:
             return open_method(llm, method, budget, batch, self.max_len, **self.variables)
@@ -206,7 +209,7 @@ class Bench:
             if method.name == PLAIN:
                 raise
             check_alive()
-            return Unopened(error)
+            return error.with_traceback(None)  # which would keep what was made before it failed
 
     def _warm_up(self, method: Method, group: Group) -> None:
         """Decode a few tokens of the group's own questions. A failure here is repeated, and recorded, in `decode`."""
@@ -216,7 +219,7 @@ class Bench:
             with suppress(*FAILURES):
                 method.warm_up(fitting)
 
-    def decode(self, method: Method, group: Group) -> Row:
+    def decode(self, method: Method | Exception, group: Group) -> Row:
         """Decode one group turn by turn into a row, with its failures."""
         under_way = [self._start(prompt) for prompt in group.prompts]
         prefill_s = decode_s = 0.0
@@ -225,16 +228,13 @@ class Bench:
             for one, ask in zip(live, asks, strict=True):
                 if len(ask.prompt) >= self.context:
                     one.error = f"the prompt has {len(ask.prompt)} tokens, the context holds {self.context}"
-            pairs = [(one, ask) for one, ask in zip(live, asks, strict=True) if one.error is None]
-            if not pairs:
-                break
-            timed = self._try(method, [ask for _, ask in pairs])
-            for (one, ask), reply in zip(pairs, timed.replies, strict=True):
-                if isinstance(reply, Reply):
-                    self.check_reply(group.cell.method, ask, reply)
-                one.take(reply)
-            prefill_s += timed.prefill_s
-            decode_s += timed.decode_s
+            if pairs := [(one, ask) for one, ask in zip(live, asks, strict=True) if one.error is None]:
+                timed = self._try(method, [ask for _, ask in pairs])
+                prefill_s, decode_s = prefill_s + timed.prefill_s, decode_s + timed.decode_s
+                for (one, ask), reply in zip(pairs, timed.replies, strict=True):
+                    if isinstance(reply, Reply):
+                        self.check_reply(group.cell.method, ask, reply)
+                    one.take(reply)
         return {
             "cell": asdict(group.cell),
             "repeat": group.repeat,
@@ -248,9 +248,11 @@ class Bench:
         }
 
     @staticmethod
-    def _try(method: Method, asks: Sequence[Ask]) -> Timed:
+    def _try(method: Method | Exception, asks: Sequence[Ask]) -> Timed:
         """Replies of a group; an exception becomes the error of each. A lost GPU ends the run instead."""
         try:
+            if isinstance(method, Exception):
+                raise method
             return method.decode(asks)
         except UnequalConditions:
             raise

@@ -15,7 +15,7 @@ from benchmarks.recipe import BenchConfig, Cell, with_new_keys
 from benchmarks.results import RESULTS_FILE, RUN_FILE
 from jetspec.data.conversation import Conversation
 from jetspec.data.prompts import Prompt
-from jetspec.data.rows import LineFile, earlier_runs
+from jetspec.data.rows import LineFile, earlier_runs, read_lines
 from jetspec.record import current_commit, make_record, write_record
 
 Row = Mapping[str, Any]
@@ -36,12 +36,15 @@ class KeyedFile(LineFile):
             path.with_name(name).unlink(missing_ok=True)
 
     def read(self) -> int:
-        self.rows, end = ({}, 0) if self.fresh else read_keyed(self.path, self.key_of)
-        return end
+        self.rows: dict[Any, Row] = {}
+        return 0 if self.fresh else read_lines(self.path, "{", self._add)
+
+    def _add(self, row: Row) -> None:
+        self.rows[self.key_of(row)] = row
 
     def append(self, row: Row) -> None:
         super().append(row)
-        self.rows[self.key_of(row)] = row
+        self._add(row)
 
 
 def group_key(row: Row) -> Key:
@@ -53,24 +56,10 @@ def has_failed(row: Row) -> bool:
     return any(answer["error"] for answer in row["answers"])
 
 
-def read_lines(path: Path) -> dict[Key, Row]:
-    return read_keyed(path, group_key)[0]
-
-
-def read_keyed(path: Path, key_of: Callable[[Row], Hashable]) -> tuple[dict[Any, Row], int]:
-    """Whole rows of a file, and the byte behind the last of them. A file of anything else is refused."""
-    rows: dict[Hashable, Row] = {}
-    end = 0
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            row = json.loads(line)
-            rows[key_of(row)] = row
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path}:{number}: is not a row of such a benchmark; choose another --out") from None
-        end += len(line)
-    return rows, end
+def read_rows(path: Path) -> dict[Key, Row]:
+    rows: dict[Key, Row] = {}
+    read_lines(path, "{", lambda row: rows.update({group_key(row): row}))
+    return rows
 
 
 def keep_settings(path: Path, settings: Row, is_held: Callable[[str], bool], is_measured: bool) -> None:
@@ -149,14 +138,9 @@ class Answering:
         self.prompt_tokens += len(talk.token_ids)
         self.prompt_digests.append(digest(talk.token_ids))
         sampling = config.sampling(temperature, repeat, self.id, self.turn)
-        return Ask(self._messages(), talk.token_ids, sampling, self.turn)
-
-    def _messages(self) -> list[dict[str, str]]:
-        prompt = self.conversation.prompt
-        messages = [{"role": "system", "content": prompt.system}] if prompt.system else []
-        for turn, text in zip(prompt.turns, self.texts, strict=False):
-            messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
-        return [*messages, {"role": "user", "content": prompt.turns[self.turn]}]
+        texts = iter(self.texts)  # the conversation has placeholders in their place
+        messages = [{**said, "content": next(texts)} if said["role"] == "assistant" else said for said in talk.messages]
+        return Ask(messages, talk.token_ids, sampling, self.turn)
 
     def take(self, reply: Reply | str) -> None:
         """Add a reply to the conversation; text is an error."""

@@ -22,7 +22,7 @@ from benchmarks.lossless import LosslessCheck
 from benchmarks.measure import Bench, questions_of
 from benchmarks.recipe import PLAIN, TRANSFORMERS, BenchConfig, Cell
 from benchmarks.results import RESULTS_FILE, ROWS_FILE, RUN_FILE, from_record, read_record
-from benchmarks.rows import Key, Row, kept_settings, measured_by, questions_digest, read_lines
+from benchmarks.rows import Key, Row, kept_settings, measured_by, questions_digest, read_rows
 from benchmarks.tasks import GRADED_AS, TASKS
 from jetspec.data.prompts import Prompt
 from jetspec.progress import progress_bar
@@ -152,7 +152,7 @@ class Results:
         if apart:
             names = ", ".join(apart)
             yield f"measured, in part, by another command than the plain decoding that they are compared with: {names}"
-        if unused := len(read_lines(self.bench.folder / ROWS_FILE)) - len(self.rows):
+        if unused := len(read_rows(self.bench.folder / ROWS_FILE)) - len(self.rows):
             yield f"the folder holds {how_many(unused, 'more group')} that this command did not ask for"
         for name, settings in self.bench.left_open().items():
             if settings:
@@ -219,7 +219,7 @@ def grade_run(folder: Path, data_dir: str | None, progress: bool = False) -> dic
     if not {"cells", "recipe"} <= set(record):
         raise ValueError(f"{folder} holds no answers to grade")
     questions = read_questions(folder, record["recipe"], data_dir)
-    firsts = by_cell(read_lines(folder / ROWS_FILE), 1)
+    firsts = by_cell(read_rows(folder / ROWS_FILE), 1)
     found = [from_record(Cell, raw) for raw in record["cells"]]
     if lacking := next((cell for cell in found if cell not in firsts), None):
         raise ValueError(f"{folder / ROWS_FILE} has no answers of {lacking.method} on {lacking.task}")

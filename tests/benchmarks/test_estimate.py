@@ -102,18 +102,6 @@ def test_other_questions_may_move_a_speedup_further_than_repeats_do() -> None:
     assert Estimate.of_ratios(repeats, named([1.2])) == alone, "one question says nothing of others"
 
 
-def test_questions_of_several_tasks_are_others() -> None:
-    one, other = (Estimate.of_ratios([mean, 1.01 * mean], named([0.8 * mean, 1.25 * mean] * 5)) for mean in (1.0, 4.0))
-    assert one and other and one.questions and one.questions.spread
-    mean = Estimate.average([one, other])
-    assert mean.questions and mean.mean == pytest.approx(2 * math.sqrt(1.01))
-    assert mean.questions.mean == pytest.approx(2)
-    assert mean.questions.spread == pytest.approx(one.questions.spread / math.sqrt(2))
-    assert mean.questions.freedom == pytest.approx(18)
-    unknown = Estimate.of_ratios([1.0, 1.01])
-    assert unknown and Estimate.average([one, unknown]).questions is None
-
-
 TASKS = ("sums", "code", "chat")
 
 

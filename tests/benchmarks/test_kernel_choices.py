@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import kernel_choices
-from benchmarks.kernel_choices import CASES, missing_cases, read_results, summary
+from benchmarks.kernel_choices import CASES, missing_cases, read_results
 from jetspec.record import write_record
 
 
@@ -20,13 +20,3 @@ def test_a_record_is_continued_by_the_same_source(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(kernel_choices, "SAME", ("cases",))
     monkeypatch.setattr(kernel_choices, "make_record", lambda results: {"cases": None})
     assert read_results(path) == []
-
-
-def test_the_summary_names_the_largest_gain() -> None:
-    base = {"shape": "s", "batch": 1, "nodes": 64}
-    results = [
-        {**base, "context": 256, "without": {"place": 0.01, "swiglu": None}},
-        {**base, "context": 512, "without": {"place": 0.04}},
-    ]
-    first, second = summary(results).splitlines()
-    assert "+4.0%" in first and "512" in first and second.split() == ["swiglu", "not", "measurable"]

@@ -22,12 +22,11 @@ import torch
 
 from benchmarks import measure
 from benchmarks import run as run_command
-from benchmarks.baselines import open_method
 from benchmarks.measure import Bench
-from benchmarks.methods import EngineMethod, Method, Reply, Timed, UnequalConditions
+from benchmarks.methods import EngineMethod, Method, Reply, Timed, UnequalConditions, open_method
 from benchmarks.recipe import BenchConfig, MethodConfig
 from benchmarks.results import ROWS_FILE, RUN_FILE
-from benchmarks.rows import KeyedFile, group_key, read_lines
+from benchmarks.rows import KeyedFile, group_key, read_rows
 from jetspec.engine.llm import LLM
 from jetspec.settings import from_dict
 from tests.benchmarks.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
@@ -87,7 +86,7 @@ def test_a_killed_run_resumes_and_gives_the_same_table(folder: Path, llm: LLM) -
     assert without_times(results_of(killed, done)) == without_times(results_of(undisturbed))
     after = rows.read_bytes()
     assert after.startswith(whole) and len(whole) < len(after)
-    assert after.count(b"\n") == len(done) == len(read_lines(rows))
+    assert after.count(b"\n") == len(done) == len(read_rows(rows))
 
 
 def test_failed_groups_are_measured_again_on_request(folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +227,7 @@ def test_a_lost_gpu_ends_the_run_and_leaves_what_was_measured(
     monkeypatch.setattr(measure, "check_alive", lose)
     with pytest.raises(RuntimeError, match="an illegal memory access"):
         make_bench(folder, "lost", llm, repeats=1).run()
-    rows = read_lines(folder / "lost" / ROWS_FILE)
+    rows = read_rows(folder / "lost" / ROWS_FILE)
     assert {cell.method for cell, _, _ in rows} == {"plain"} and len(rows) == 5
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from benchmarks.costs import CostConfig
@@ -24,7 +25,6 @@ from tests.benchmarks.run_folders import make_result
 
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = {path.stem: path for path in sorted((ROOT / "benchmarks" / "recipes").glob("*.yaml"))}
-RESULTS = ROOT / "docs" / "results"
 OUR_DRAFT_TEMPERATURE = "draft temperature 0.8, in the paper 1"
 
 
@@ -311,29 +311,19 @@ def test_a_run_says_what_was_passed_over(skip: int | dict[str, int], said: str) 
     assert said in run.setting
 
 
+def tried_trees(folder: str) -> dict[tuple[str, str], pd.DataFrame]:
+    """Tokens per round by draft temperature and width, a column per budget, for every method and head."""
+    records = [read_record(path) for path in (ROOT / "docs" / "results" / folder).glob("*.json")]
+    keys = ["draft_temperature", "width"]
+    return {(r["name"], r["head"]): pd.json_normalize(r["trees"]).set_index(keys).filter(like="mean.") for r in records}
+
+
 def test_baselines_draft_the_trees_that_are_best_for_their_heads() -> None:
-    """The heat that was best at every budget, and the least width that none of those tried is better than."""
-    draft_temperatures = {key: best_draft_temperatures(trees) for key, trees in tree_settings("tree_settings").items()}
-    widths = {key: least_width(trees) for key, trees in tree_settings("tree_settings_wide").items()}
-    methods = [method for plan in shipped().values() for method in plan.all_methods()]
-    tried = [(key, m) for m in methods if (key := (m.kind_name, m.head or "")) in draft_temperatures]
-    for key, method in tried:
-        assert {method.draft_temperature} == draft_temperatures[key] and method.width == widths[key], method
-    assert {kind for (kind, _), _ in tried} == {"ddtree", "eagle3"}
-
-
-def tree_settings(folder: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The trees that were tried, by method and head."""
-    records = [read_record(path) for path in (RESULTS / folder).glob("*.json")]
-    return {(record["name"], record["head"]): record["trees"] for record in records}
-
-
-def best_draft_temperatures(trees: list[dict[str, Any]]) -> set[float]:
-    """Draft temperature of the best tree of every budget."""
-    return {max(trees, key=lambda tree: tree["mean"][budget])["draft_temperature"] for budget in trees[0]["mean"]}
-
-
-def least_width(trees: list[dict[str, Any]]) -> int:
-    """Others are better by less than one in a thousand, at every budget."""
-    best = {budget: max(tree["mean"][budget] for tree in trees) for budget in trees[0]["mean"]}
-    return min(tree["width"] for tree in trees if all(tree["mean"][b] > 0.999 * most for b, most in best.items()))
+    """The temperature that was best at every budget, and the least width that none is better than by one in 1000."""
+    tried, wide = tried_trees("tree_settings"), tried_trees("tree_settings_wide")
+    methods = {(m.kind_name, m.head or ""): m for plan in shipped().values() for m in plan.all_methods()}
+    assert {kind for kind, _ in tried if (kind, _) in methods} == {"ddtree", "eagle3"}
+    for key in tried.keys() & methods.keys():
+        assert {temperature for temperature, _ in tried[key].idxmax()} == {methods[key].draft_temperature}
+        enough = wide[key].index[(wide[key] > 0.999 * wide[key].max()).all(axis=1)]
+        assert methods[key].width == min(width for _, width in enough)

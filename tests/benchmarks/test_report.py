@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from benchmarks import plots, tables
 from benchmarks.document import make_table, to_html
 from benchmarks.estimate import Estimate, to_record
-from benchmarks.paper import find_pairs, paper_costs
+from benchmarks.paper import paper_costs
 from benchmarks.plots import Painter, expected_tokens
 from benchmarks.report import build_report
 from benchmarks.results import Run, Score, read_inputs
-from jetspec.config import TreeConfig
 from tests.benchmarks.run_folders import RIGHT, WRONG, make_head_record, make_profile_record, make_run, make_speedup
 from tests.benchmarks.run_folders import read_table as read
 from tests.benchmarks.tiny_bench import invoke
@@ -252,19 +251,6 @@ def test_no_score_is_certain(graded: int, data: st.DataObject) -> None:
         assert share.sd == pytest.approx(usual, abs=2 / graded)
 
 
-def test_the_paper_stands_beside_cells_of_the_same_setting_only(tmp_path: Path) -> None:
-    run = small_run(tmp_path, budgets=(16, 48))
-    pairs = find_pairs(run)
-    assert pairs
-    for pair in pairs:
-        assert pair.cell.task == pair.row.task and pair.cell.temperature == pair.row.temperature
-        assert pair.row.budget in (None, pair.cell.budget) and pair.cell.batch == pair.row.batch
-        assert pair.row.table.model == "Qwen3-8B"
-    assert {pair.cell.budget for pair in pairs} == {16}
-    assert any(pair.remark for pair in pairs if pair.cell.method == "jetspec-edge")
-    assert not any(pair.remark for pair in pairs if pair.cell.method == "jetspec-paper")
-
-
 def test_how_heads_were_trained_is_told_and_whether_alike(tmp_path: Path) -> None:
     def run(name: str, **other: str) -> Run:
         usual = {"weights": "ab12", "data": "answers.jsonl, 9 rows", "steps": "1,500", "command": "jetspec train x"}
@@ -275,17 +261,6 @@ def test_how_heads_were_trained_is_told_and_whether_alike(tmp_path: Path) -> Non
     assert [row["steps"] for row in read(tables.heads_table(longer))] == ["1,500", "9,000"]
     assert "not all trained alike" not in warnings(alike)
     assert "jetspec-edge: 9,000 steps, answers.jsonl, 9 rows" in warnings(longer)
-
-
-def test_settings_of_drafts_are_told() -> None:
-    tree = asdict(TreeConfig(budget=32, draft_temperature=0.7, shortlist=64, shortlist_parents=3))
-    text = {
-        "plain": "",
-        "ngram": "32: width 8",
-        "jetspec": "32: width 8, draft temperature 0.7",
-        "jetspec-edge": "32: width 8, draft temperature 0.7, shortlist 64, parents 3",
-    }
-    assert {kind: tables.trees_text({"kind": kind, "trees": [tree]}) for kind in text} == text
 
 
 def test_two_runs_are_compared_cell_by_cell(tmp_path: Path) -> None:
@@ -365,14 +340,10 @@ def test_costs_of_a_profile_stand_beside_the_papers(tmp_path: Path) -> None:
         ("{", "is not JSON"),
         ("[]", "is not a record"),
         ("{}", "no result of"),
-        ('{"cells": []}', "no cells"),
-        ('{"cells": null}', "is damaged"),
+        ('{"cells": []}', "no cells, scores or costs"),
         ('{"cells": [{"method": "plain"}]}', "is damaged"),
-        ('{"details": {}}', "is damaged"),
         ('{"details": 3, "mean": {"16": 1}, "tokens_per_round": {"gsm8k": {"16": 1}}}', "is damaged"),
-        ('{"costs": []}', "no cells, scores or costs"),
         ('{"costs": [{}]}', "is damaged"),
-        ('{"shape": "qwen3-8b", "runs": []}', "is damaged"),
     ],
 )
 def test_a_damaged_run_is_one_line_and_status_2(text: str | None, hint: str, tmp_path: Path) -> None:

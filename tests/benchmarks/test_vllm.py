@@ -101,16 +101,6 @@ def test_vllm_alone_judges_where_texts_differ(tmp_path: Path, monkeypatch: pytes
     assert found == [[], [{"text": 1, "token": 1, "gap": 0.25}], [{"text": 0, "token": 0, "gap": None}], []]
 
 
-def test_the_gap_is_that_of_the_two_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = with_prompts(make_options(tmp_path), [])
-    (options.root / QUESTIONS).write_text(json.dumps([[[8, 4], [5, 9]], [[7], [1, 0]]]))
-    best = {5: SimpleNamespace(logprob=-1.0), 9: SimpleNamespace(logprob=-1.5), 1: SimpleNamespace(logprob=-2.0)}
-    answer = SimpleNamespace(outputs=[SimpleNamespace(logprobs=[best])])
-    monkeypatch.setattr(vllm, "start", lambda *_: SimpleNamespace(generate=lambda *_, **__: [answer] * 2))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
-    assert vllm.judge(options) == [0.5, None]
-
-
 class Engine:
     """Two requests, one of which is prefilled a step later and ends a step earlier."""
 

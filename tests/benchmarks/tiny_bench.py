@@ -14,10 +14,9 @@ from typer.testing import CliRunner, Result
 
 from benchmarks import measure
 from benchmarks.__main__ import app
-from benchmarks.baselines import open_method
 from benchmarks.grade import grade
 from benchmarks.measure import Bench
-from benchmarks.methods import Ask, Method, Reply, Timed
+from benchmarks.methods import Ask, Method, Reply, Timed, open_method
 from benchmarks.recipe import BenchConfig, MethodConfig
 from benchmarks.rows import Key, Row
 from benchmarks.run_record import Grader, Results

@@ -11,10 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 
-from benchmarks.baselines import RoundCounter, open_method, prefill_end
-from benchmarks.methods import Ask, Reply, UnequalConditions, split_time
+from benchmarks.methods import Ask, Reply, UnequalConditions, open_method, prefill_end, split_time
 from benchmarks.recipe import MethodConfig
 from benchmarks.results import RUN_FILE
 from jetspec.engine.llm import LLM
@@ -260,12 +258,3 @@ def test_a_long_prompt_does_not_shorten_the_answers_beside_it(folder: Path, llm:
     assert all(cell["lossless"]["identical"] == 4 for cell in cells if cell["method"] == "transformers")
     lengths = [sum(a["tokens"]) for row in rows.values() for a in row["answers"] if a["id"] == "near-1"]
     assert all(length <= 5 for length in lengths) and max(cell["tokens"] for cell in cells) > 4 * 5
-
-
-def test_rounds_beyond_the_end_of_the_text_do_not_count() -> None:
-    counter = RoundCounter()
-    for size in (7, 3, 1, 4):  # the prompt, then three rounds
-        counter.put(torch.zeros(size))
-    assert counter.accepted(8) == [2, 0, 3]
-    assert counter.accepted(6) == [2, 0, 1]
-    assert counter.accepted(3) == [2]
