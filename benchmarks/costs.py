@@ -20,13 +20,13 @@ import torch
 from benchmarks.estimate import to_record
 from benchmarks.recipe import DtypeName, distinct
 from benchmarks.results import ROWS_FILE, RUN_FILE
-from benchmarks.rows import KeyedFile, keep_settings, kept_settings, measured_by
+from benchmarks.rows import KeyedFile, kept_settings, measured_by
 from jetspec.config import TreeConfig
 from jetspec.engine.llm import choose_device, choose_dtype
 from jetspec.profile.rounds import Decoding, StandingRound, Workload
 from jetspec.profile.shapes import open_head, open_target, shape_of
 from jetspec.progress import progress_bar
-from jetspec.record import date_now, hardware, package_versions, shown
+from jetspec.record import hardware, package_versions, shown
 from jetspec.settings import at_least
 from jetspec.train.config import HeadShape
 
@@ -77,12 +77,10 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
         wanted = [(context, depth) for depth, context in product(config.depths, config.contexts)]
         todo = [chain for chain in wanted if chain not in file.rows]
         has_rows = bool(file.rows)
-        keep_settings(folder / RUN_FILE, settings, lambda _: has_rows, is_measured=bool(todo))
-        command = len(kept_settings(folder / RUN_FILE)["runs"]) - 1
+        file.begin(settings, lambda _: has_rows, is_measured=bool(todo))
         target = open_target(config.shape, "random", dtype, device) if todo else None
         for context, depth in progress_bar(todo, desc="timing chains", unit="chain", disable=not (progress and todo)):
-            cost = measure_cost(target, config, context, depth)
-            file.append({**cost, "command": command, "date": date_now()})
+            file.append(measure_cost(target, config, context, depth))
         costs, runs = [file.rows[chain] for chain in wanted], kept_settings(folder / RUN_FILE)["runs"]
     return {
         **measured_by(costs, runs),

@@ -55,8 +55,8 @@ from jetspec.types import Completion, RoundStats, SamplingParams
 STRICT_TIE = 1e-4
 LONGEST_PROMPT, LONGEST_LOSSLESS = 1024, 300
 """Tokens of a prompt, and of one that `lossless` asks."""
-NOISE_TEXTS, NOISE_TOKENS = 16, 64
-"""Answers that rounding is measured on, and the most tokens of each."""
+NOISE_TEXTS = 16
+"""Answers that rounding is measured on."""
 MAX_ADMISSION_DELAY = 8
 STEADY_S, MOST_RUNS = 1.0, 5
 """Shorter runs are repeated, up to this number."""
@@ -185,8 +185,7 @@ class Ties:
     def measure(cls, models: Models, prompts: Texts, plain: Texts, budget: int) -> Ties:
         """Measure the rounding of passes over one token and over trees of this budget, on plain texts."""
         fresh = FreshPass(models.target, None, longest(prompts) + longest(plain))
-        names = list(plain)[:: -(-len(plain) // NOISE_TEXTS)]
-        noise = pair_noise(fresh, [(prompts[name], plain[name][:NOISE_TOKENS]) for name in names], budget)
+        noise = pair_noise(fresh, [(prompts[name], text) for name, text in plain.items()], budget, NOISE_TEXTS)
         if models.target.embedding.dtype == torch.float32:
             return cls(prompts, [cached(fresh.logits)], noise, STRICT_TIE)
         return cls(prompts, list(map(cached, readings(fresh))), noise, noise.widest_tie)

@@ -46,6 +46,8 @@ ONE_IN = 6
 """One number in so many changes by a unit of its last place: the mean square error of two roundings, each a twelfth of
 a square unit, since a layer rounds the residual twice."""
 
+NOISE_TOKENS = 64
+"""Most tokens of an answer that rounding is measured on."""
 Texts = Mapping[str, Sequence[int]]
 """Tokens by the name of a prompt."""
 Judge = Callable[[Sequence[int]], Tensor]
@@ -254,14 +256,18 @@ class PairNoise:
         return self.drawn if temperature > 0 else self.widest_tie
 
 
-def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int) -> PairNoise:
-    """Rounding of the target alone, which reads answers behind their prompts in pieces of one token and of a tree.
+def pair_noise(
+    fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[int]]], budget: int, most: int = 8
+) -> PairNoise:
+    """Rounding of the target alone, which reads answers behind their prompts in pieces of one token and of a tree: the
+    first tokens of at most so many, drawn evenly from all.
 
     No engine is involved: a wrong one cannot be excused by its own noise. Tokens too unlikely to become the best are
     left out, if the texts hold enough others: their noise is larger.
     """
     behind, moved = list[Tensor](), {1: list[Tensor](), budget: list[Tensor]()}
-    for prompt, answer in texts:
+    for prompt, whole in texts[:: -(-len(texts) // most)]:
+        answer = whole[:NOISE_TOKENS]
         tokens, last = [*prompt, *answer[:-1]], len(answer)
         fresh_TV = fresh.logits(tokens, last)
         best_TK = fresh_TV.topk(min(CANDIDATES, fresh_TV.shape[-1]))
@@ -281,8 +287,6 @@ def pair_noise(fresh: FreshPass, texts: Sequence[tuple[Sequence[int], Sequence[i
 
 OTHER_PROMPT = "other prompt"
 """Reason for a server that tokenized its own earlier answer differently."""
-NOISE_TEXTS, NOISE_TOKENS = 8, 64
-"""Answers that rounding is measured on, and the most tokens of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,16 +321,16 @@ class LosslessCheck:
 
     @cached_property
     def noise(self) -> PairNoise:
-        """Rounding, measured on first turns of plain answers, drawn evenly from all."""
+        """Rounding, measured on first turns of plain answers."""
         texts = []
         for measured in self.plain:
             prompts = self._prompts(measured.cell.task)
             for answer in measured.all_whole_answers:
                 asked = Conversation(prompts[answer["id"]], self.bench.llm.tokenizer, **self.bench.variables)
-                texts.append((asked.token_ids, answer["turn_tokens"][0][:NOISE_TOKENS]))
+                texts.append((asked.token_ids, answer["turn_tokens"][0]))
         config = self.bench.config
         budgets = [budget or 1 for method in self.bench.methods for budget in config.budgets_of(method)]
-        return pair_noise(self.fresh, texts[:: -(-len(texts) // NOISE_TEXTS)], max(budgets))
+        return pair_noise(self.fresh, texts, max(budgets))
 
     def noise_record(self) -> dict[str, Any] | None:
         """Rounding for the record. None: no difference was found, and it was not measured."""

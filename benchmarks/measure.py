@@ -44,7 +44,6 @@ from benchmarks.rows import (
     check_prompts,
     group_key,
     has_failed,
-    keep_settings,
     kept_settings,
     questions_digest,
 )
@@ -56,7 +55,7 @@ from jetspec.engine.llm import LLM
 from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.hub import head_path, resolve, shipped_head
 from jetspec.progress import progress_bar
-from jetspec.record import date_now, hardware, package_versions, shown
+from jetspec.record import hardware, package_versions, shown
 from jetspec.train.card import read_card
 
 FAILURES = (ValueError, OSError, RuntimeError)
@@ -125,15 +124,14 @@ class Bench:
             wanted = list(self.groups())
             todo = [g for g in wanted if g.key not in file.rows or (retry_failed and has_failed(file.rows[g.key]))]
             is_held = held_settings({cell for cell, _, _ in file.rows})
-            keep_settings(self.folder / RUN_FILE, settings, is_held, is_measured=bool(todo))
+            file.begin(settings, is_held, is_measured=bool(todo))
             check_prompts(file.rows.values())
             for method in self.methods:
                 if any(group.cell.method == method.name for group in todo):
                     check_ready(self.llm, method)
             with progress_bar(total=len(todo), unit="group", disable=not (progress and todo)) as bar:
-                command = len(self.runs()) - 1
                 for row in self._measure(todo, bar):
-                    file.append({**row, "command": command, "date": date_now()})
+                    file.append(row)
                     bar.update()
             check_prompts(file.rows.values())
             return {group.key: file.rows[group.key] for group in wanted}

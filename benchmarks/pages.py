@@ -40,6 +40,8 @@ NEAR_TIES = " (16-bit floats: where two tokens nearly tie, the two may choose di
 EPILOG = examples("pages", "pages --only engine.md")
 Maker = Callable[[Path, str], str | None]
 """Text of a mark from the folder of the documentation. None: there is no record."""
+Rounds = Mapping[str, Mapping[str, float]]
+"""Tokens per round by task, then by size of the tree."""
 Columns = Mapping[str, str]
 """Format of a column's text, by title."""
 
@@ -278,21 +280,27 @@ def training_table(record: Record) -> str:
 
 def decoded(record: Record) -> str:
     """Tokens per round of a head while decoding, and the setting of that."""
-    rows = {task: {name: run["tokens_per_round"] for name, run in row.items()} for task, row in record["real"].items()}
-    tree = record["tree"]
+    rows, tree = rounds_of_runs(record), record["tree"]
     about = f"{record['dtype']}, {device_of(record)}, commit {record['commit'][:7]}"
     shape = f"the edge term ranking {tree['shortlist']} tokens, at a draft temperature of"
     return f"{rounds_by_task(rows)}\n\nMeasured with {about}, {shape} {tree['draft_temperature']:g}."
 
 
-def rounds_by_task(values: Mapping[str, Mapping[str, float]]) -> str:
+def rounds_of_runs(record: Record) -> Rounds:
+    return {task: {size: run["tokens_per_round"] for size, run in row.items()} for task, row in record["real"].items()}
+
+
+def with_mean(rounds: Rounds) -> Rounds:
+    """Tokens per round by task, then their means."""
+    sizes = next(iter(rounds.values()))
+    return {**rounds, "mean": {size: fmean(row[size] for row in rounds.values()) for size in sizes}}
+
+
+def rounds_by_task(rounds: Rounds) -> str:
     """Tokens per round by task and size of the tree."""
-    budgets = list(next(iter(values.values())))
-    mean = {name: fmean(row[name] for row in values.values()) for name in budgets}
-    titles = {name: name if name == "chain" else f"tree of {name}" for name in budgets}
     rows = [
-        {"task": task, **{titles[name]: f"{row[name]:.2f}" for name in budgets}}
-        for task, row in {**values, "mean": mean}.items()
+        {"task": task, **{s if s == "chain" else f"tree of {s}": f"{value:.2f}" for s, value in row.items()}}
+        for task, row in with_mean(rounds).items()
     ]
     return make_table(rows, wraps=True)
 
@@ -408,21 +416,19 @@ def scores_table(records: Mapping[str, Record]) -> str:
     """Tokens per round at the largest budget, teacher-forced and decoding, and each record's gain over the first."""
     first, *others = records
     budget = list(records[first]["mean"])[-1]
-    ways = {"": {name: {**r["tokens_per_round"], "mean": r["mean"]} for name, r in records.items()}}
+    ways: dict[str, dict[str, Rounds]] = {
+        "": {name: {**r["tokens_per_round"], "mean": r["mean"]} for name, r in records.items()}
+    }
     if all(record["real"] for record in records.values()):
-        ways["decoding, "] = {name: record["real"] for name, record in records.items()}
-    rows: dict[str, dict[str, str]] = {}
+        ways["decoding, "] = {name: with_mean(rounds_of_runs(record)) for name, record in records.items()}
+    rows = {task: {f"budget {budget}": task} for task in ways[""][first]}
     for prefix, found in ways.items():
         values = {name: {task: row[budget] for task, row in tasks.items()} for name, tasks in found.items()}
-        if prefix:
-            values = {
-                name: {task: run["tokens_per_round"] for task, run in runs.items()} for name, runs in values.items()
-            }
-            values = {name: {**tasks, "mean": fmean(tasks.values())} for name, tasks in values.items()}
-        for task, base in values[first].items():
-            row = rows.setdefault(task, {f"budget {budget}": task})
+        for task, row in rows.items():
             row |= {f"{prefix}{name}": f"{tasks[task]:.2f}" for name, tasks in values.items()}
-            row |= {f"{prefix}gain of {name}": f"{values[name][task] / base - 1:+.1%}" for name in others}
+            row |= {
+                f"{prefix}gain of {name}": f"{values[name][task] / values[first][task] - 1:+.1%}" for name in others
+            }
     return make_table(rows.values(), wraps=True)
 
 

@@ -220,52 +220,84 @@ def batch_plots(painter: Painter, name: str, where: str, cells: Sequence[Result]
     ]
 
 
+@dataclass(frozen=True)
+class Drafts:
+    """Lengths of a method's accepted drafts, and the two speed formulas of speculative decoding fitted to them: every
+    draft token is accepted with probability `alpha` at any depth."""
+
+    label: str
+    colour: str
+    accepted: Sequence[int]
+    """Number of rounds that accepted 0, 1, 2, .. drafts."""
+    speedup: float = 0.0
+    """Measured; 0 where it is not known."""
+
+    @property
+    def depth(self) -> int:
+        return len(self.accepted) - 1
+
+    @property
+    def alpha(self) -> float:
+        """The most likely one: a round has seen a success per accepted draft, and a failure unless all were."""
+        kept = sum(length * rounds for length, rounds in enumerate(self.accepted))
+        tried = kept + sum(self.accepted[:-1])
+        return kept / tried if tried else 0.0
+
+    @property
+    def reach_shares(self) -> list[float]:
+        """Share of rounds that keep at least 1, 2, .. drafts."""
+        at_least = list(accumulate(reversed(self.accepted)))[::-1]
+        return [rounds / at_least[0] for rounds in at_least[1:]]
+
+    @property
+    def tokens_when_cut(self) -> list[float]:
+        """Tokens per round had every draft been cut at depth 0, 1, ..: drafts beyond it are lost, all else stays."""
+        return list(accumulate(self.reach_shares, initial=1.0))
+
+    def tokens(self, length: int) -> float:
+        """Equation 1: tokens of a round whose draft is a chain of `length` tokens."""
+        return length + 1 if self.alpha >= 1 else (1 - self.alpha ** (length + 1)) / (1 - self.alpha)
+
+    @property
+    def cost(self) -> float:
+        """Cost of drafting a token, in target passes, at which equation 2 gives the speedup. Negative: not known."""
+        return (self.tokens(self.depth) / self.speedup - 1) / self.depth if self.speedup else -1.0
+
+
 def draft_plots(painter: Painter, mark: str, where: str, cells: Sequence[Result]) -> list[str]:
     """Lengths of accepted drafts, and both speed formulas fitted to them, over methods that were asked all tasks."""
     whole = on_all_tasks(cells)
-    asked, speeds = by_method(whole), series_of(cells, "speedup")
-    drawn, costs = list[tuple[Result, list[int]]](), dict[str, tuple[float, float]]()
+    asked, speeds, drawn = by_method(whole), series_of(cells, "speedup"), list[Drafts]()
     for method, group in by_method(at_best(whole)).items():
         if own := [cell for cell in group if any(cell.accepted[1:])]:
-            cell, accepted = own[0], sum_columns(cell.accepted for cell in own)
-            drawn.append((cell, accepted))
-            if cell.budget in speeds.get(method, {}):
-                tokens, speedup = (
-                    expected_tokens(fit_alpha(accepted), len(accepted) - 1),
-                    speeds[method][cell.budget].mean,
-                )
-                costs[method] = speedup, implied_cost(tokens, speedup, len(accepted) - 1)
+            speedup = speeds.get(method, {}).get(own[0].budget)
+            accepted = sum_columns(cell.accepted for cell in own)
+            drawn.append(Drafts(own[0].label, painter.colour(method), accepted, speedup.mean if speedup else 0.0))
     if not drawn:
         return []
     missing = [method for method in by_method(cells) if method not in asked]
     left_out = f" Left out, as asked some tasks only: {', '.join(missing)}." if missing else ""
-    costs = {method: found for method, found in costs.items() if found[1] >= 0}
+    timed = [drafts for drafts in drawn if drafts.cost >= 0]
 
     def reached(axes: Axes) -> None:
-        for cell, accepted in drawn:
-            shares = reach_shares(accepted)
-            axes.plot(range(1, len(shares) + 1), shares, "o-", color=painter.colour(cell.method), label=cell.label)
-        depth = max(len(accepted) for _, accepted in drawn)
-        axes.set(xlabel="depth", ylabel="share of rounds that get there", ylim=(0, 1), xticks=range(1, depth))
+        for d in drawn:
+            axes.plot(range(1, d.depth + 1), d.reach_shares, "o-", color=d.colour, label=d.label)
+        deepest = range(1, max(d.depth for d in drawn) + 1)
+        axes.set(xlabel="depth", ylabel="share of rounds that get there", ylim=(0, 1), xticks=deepest)
 
     def equation_1(axes: Axes) -> None:
-        for cell, accepted in drawn:
-            alpha, colour, lengths = fit_alpha(accepted), painter.colour(cell.method), range(len(accepted))
-            axes.plot(lengths, [expected_tokens(alpha, n) for n in lengths], color=colour, linewidth=1.2)
-            axes.plot(lengths, tokens_when_cut(accepted), "o", color=colour, label=f"{cell.label} (α = {alpha:.2f})")
+        for d in drawn:
+            lengths = range(d.depth + 1)
+            axes.plot(lengths, [d.tokens(n) for n in lengths], color=d.colour, linewidth=1.2)
+            axes.plot(lengths, d.tokens_when_cut, "o", color=d.colour, label=f"{d.label} (α = {d.alpha:.2f})")
         axes.set(xlabel="draft length L", ylabel="tokens per round")
 
     def equation_2(axes: Axes) -> None:
-        for cell, accepted in drawn:
-            if cell.method not in costs:
-                continue
-            alpha, depth, (speedup, cost) = fit_alpha(accepted), len(accepted) - 1, costs[cell.method]
-            lengths, colour = range(1, 2 * depth + 1), painter.colour(cell.method)
-            one_pass = [expected_tokens(alpha, n) / (depth * cost + 1) for n in lengths]
-            axes.plot(lengths, [expected_speedup(alpha, n, cost) for n in lengths], color=colour, linestyle="--")
-            axes.plot(lengths, one_pass, color=colour, linewidth=1.2)
-            label = f"{cell.label} (L·c = {depth * cost:.2f})"
-            axes.plot([depth], [speedup], "o", markersize=6, color=colour, label=label)
+        for d in timed:
+            lengths, whole = range(1, 2 * d.depth + 1), d.depth * d.cost
+            axes.plot(lengths, [d.tokens(n) / (n * d.cost + 1) for n in lengths], color=d.colour, linestyle="--")
+            axes.plot(lengths, [d.tokens(n) / (whole + 1) for n in lengths], color=d.colour, linewidth=1.2)
+            axes.plot([d.depth], [d.speedup], "o", markersize=6, color=d.colour, label=f"{d.label} (L·c = {whole:.2f})")
         mark_one(axes)
         axes.set_xlabel("draft length L")
 
@@ -276,7 +308,7 @@ def draft_plots(painter: Painter, mark: str, where: str, cells: Sequence[Result]
     ]
     return [
         painter.plot(f"{name}_{mark}", f"{title}, {where}", caption, draw)
-        for name, title, caption, draw in plots[: 3 if costs else 2]
+        for name, title, caption, draw in plots[: 3 if timed else 2]
     ]
 
 
@@ -312,42 +344,6 @@ def gap_histogram(painter: Painter, heads: Iterable[Run]) -> list[str]:
         f"{GAP_LIMITS[0]:g} and {GAP_LIMITS[1]:g} are counted in the outer bars."
     )
     return [painter.plot("rank1_gap", "Rank-1 gap", caption, draw)]
-
-
-# -- the two speed formulas of speculative decoding: every draft token is accepted with probability `alpha` at any depth
-
-
-def expected_tokens(alpha: float, length: float) -> float:
-    """Equation 1: tokens of a round whose draft is a chain of `length` tokens."""
-    return length + 1 if alpha >= 1 else (1 - alpha ** (length + 1)) / (1 - alpha)
-
-
-def expected_speedup(alpha: float, length: float, cost: float) -> float:
-    """Equation 2: speedup over plain decoding. `cost` is that of drafting one token, in target passes."""
-    return expected_tokens(alpha, length) / (length * cost + 1)
-
-
-def implied_cost(tokens_per_round: float, speedup: float, length: int) -> float:
-    """The `cost` of equation 2 at which a round of so many tokens gives this speedup."""
-    return (tokens_per_round / speedup - 1) / length
-
-
-def fit_alpha(accepted: Sequence[int]) -> float:
-    """The most likely `alpha`: a round has seen a success per accepted draft, and a failure unless all were."""
-    kept = sum(length * rounds for length, rounds in enumerate(accepted))
-    failed = sum(accepted[:-1])
-    return kept / (kept + failed) if kept + failed else 0.0
-
-
-def reach_shares(accepted: Sequence[int]) -> list[float]:
-    """Share of rounds that keep at least 1, 2, .. drafts."""
-    at_least = list(accumulate(reversed(accepted)))[::-1]
-    return [rounds / at_least[0] for rounds in at_least[1:]]
-
-
-def tokens_when_cut(accepted: Sequence[int]) -> list[float]:
-    """Tokens per round had every draft been cut at depth 0, 1, ..: drafts beyond it are lost, all else stays."""
-    return list(accumulate(reach_shares(accepted), initial=1.0))
 
 
 # -- pages

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from benchmarks.methods import Ask, Reply, UnequalConditions
 from benchmarks.recipe import BenchConfig, Cell, with_new_keys
@@ -16,7 +17,7 @@ from benchmarks.results import RESULTS_FILE, RUN_FILE
 from jetspec.data.conversation import Conversation
 from jetspec.data.prompts import Prompt
 from jetspec.data.rows import LineFile, earlier_runs, read_lines
-from jetspec.record import current_commit, make_record, write_record
+from jetspec.record import current_commit, date_now, make_record, write_record
 
 Row = Mapping[str, Any]
 Key = tuple[Cell, int, int]
@@ -42,7 +43,14 @@ class KeyedFile(LineFile):
     def _add(self, row: Row) -> None:
         self.rows[self.key_of(row)] = row
 
+    def begin(self, settings: Row, is_held: Callable[[str], bool], is_measured: bool) -> None:
+        """Keep the settings of the rows, and the command that adds to them."""
+        keep_settings(self.path.with_name(RUN_FILE), settings, is_held, is_measured)
+        self.command = len(kept_settings(self.path.with_name(RUN_FILE))["runs"]) - 1
+
     def append(self, row: Row) -> None:
+        """Add a row of this command."""
+        row = {**row, "command": self.command, "date": date_now()}
         super().append(row)
         self._add(row)
 
@@ -173,8 +181,8 @@ class Answering:
 
 def histogram(lengths: Sequence[int]) -> list[int]:
     """Number of rounds that accepted 0, 1, 2, .. draft tokens."""
-    counts = Counter(lengths)
-    return [counts[length] for length in range(max(lengths, default=-1) + 1)]
+    counts: list[int] = np.bincount(np.array(lengths, int)).tolist()
+    return counts
 
 
 def digest(value: Any) -> str:

@@ -10,7 +10,6 @@ import asyncio
 import json
 import random
 import shlex
-import statistics
 import subprocess
 import tempfile
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import httpx
+import pandas as pd
 import typer
 
 from benchmarks.load import GIVEN_UP, Load, Message, Part, read_chats, send_load, summarize
@@ -61,14 +61,6 @@ app = typer.Typer(no_args_is_help=True)
 
 
 @dataclass
-class Client:
-    number: int
-    asked: int = 0
-    answered: int = 0
-    tokens: int = 0
-
-
-@dataclass
 class Check:
     """Requests with their expected texts, and the problems found."""
 
@@ -93,26 +85,25 @@ class Check:
         async with connect(f"{self.url}/v1") as http:
             self.alone = [await self.ask(http, number) for number in range(len(self.bodies))]
 
-    async def run_together(self, streams: int, seconds: float) -> list[Client]:
-        """Clients that send requests for so long."""
-        clients, end = [Client(number) for number in range(streams)], time.monotonic() + seconds
+    async def run_together(self, streams: int, seconds: float) -> pd.DataFrame:
+        """Clients that send requests for so long: a row each with `asked`, `answered` and `tokens`."""
+        end = time.monotonic() + seconds
         async with connect(f"{self.url}/v1") as http:
-            await asyncio.gather(*(self.drive(http, client, end) for client in clients))
-        return clients
+            return pd.DataFrame(await asyncio.gather(*(self.drive(http, client, end) for client in range(streams))))
 
-    async def drive(self, http: httpx.AsyncClient, client: Client, end: float) -> None:
+    async def drive(self, http: httpx.AsyncClient, client: int, end: float) -> dict[str, int]:
         """Send all requests in turn, each client from another one on, so that their progress can be compared."""
-        rng = random.Random(client.number)
+        rng, asked, answered, tokens = random.Random(client), 0, 0, 0
         while time.monotonic() < end:
-            number = (client.number + client.asked) % len(self.bodies)
-            client.asked += 1
+            number = (client + asked) % len(self.bodies)
+            asked += 1
             text = await self.ask(http, number, rng.randrange(8) if rng.random() < HANG_UPS else None)
             if text is None:
                 continue
-            client.answered += 1
-            client.tokens += self.bodies[number]["max_tokens"]
+            answered, tokens = answered + 1, tokens + self.bodies[number]["max_tokens"]
             if text != self.alone[number]:
                 self.problems["an answer differs from the one alone"] += 1
+        return {"asked": asked, "answered": answered, "tokens": tokens}
 
 
 def requests_for(model: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -136,20 +127,20 @@ def check(model: str, streams: int, seconds: float, num_requests: int = 40) -> d
         before = server.settled({"pages": 0})
         clients = asyncio.run(run.run_together(streams, seconds))
         after = server.settled(before)
-    asked = sorted(client.asked for client in clients)
+    slowest, median = int(clients.asked.min()), float(clients.asked.median())
     for name, value in after.items():
         if value > before[name]:
             run.problems[f"{value - before[name]} {name} were not released"] += 1
-    if asked[0] < FAIR * statistics.median(asked):
+    if slowest < FAIR * median:
         run.problems["a client was starved"] += 1
     return {
         "streams": streams,
         "seconds": seconds,
-        "answers": sum(client.answered for client in clients),
+        "answers": int(clients.answered.sum()),
         "hang_ups": run.hang_ups,
-        "tokens_per_s": sum(client.tokens for client in clients) / seconds,
-        "requests_of_slowest_lane": asked[0],
-        "requests_of_median_lane": statistics.median(asked),
+        "tokens_per_s": int(clients.tokens.sum()) / seconds,
+        "requests_of_slowest_lane": slowest,
+        "requests_of_median_lane": median,
         "before": before,
         "after": after,
         "problems": dict(run.problems),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import plots
 from jetspec.engine.llm import LLM
 from tests.benchmarks.tiny_bench import write_setup
 
@@ -18,3 +19,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(folder: Path) -> LLM:
     return LLM(folder / "model", device="cpu")
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are empty, which takes no time."""
+    monkeypatch.setattr(plots, "draw_svg", lambda *_: "<svg />")

@@ -62,6 +62,9 @@ def test_a_stopped_run_resumes_and_repeats_no_timing(
     monkeypatch.undo()
     assert run_plan(plan, run, "md")
     assert (run / ROWS_FILE).read_bytes().startswith(held)
+    for refused, why in ((replace(plan, rounds=6), "made with another rounds"), (plan, "is for questions")):
+        with pytest.raises(ValueError, match=why):
+            run_plan(refused, run, "md", retry_failed=refused is plan)
     record = json.loads((run / "results.json").read_text())["costs"]
     assert [json.loads(line) for line in held.splitlines()] == record[:2]
     assert [(cost["context"], cost["depth"]) for cost in record] == [(c, d) for d in (1, 3, 7) for c in (8, 32)]
@@ -70,20 +73,3 @@ def test_a_stopped_run_resumes_and_repeats_no_timing(
     before = (run / "results.json").read_bytes()
     assert run_plan(plan, run, "md") and (run / "results.json").read_bytes() == before
     assert "nothing was left to measure" in capsys.readouterr().err
-
-
-def test_fresh_deletes_rows_and_other_settings_are_refused(tmp_path: Path) -> None:
-    plan, run = tiny_plan(tmp_path, contexts=(8,), depths=(1,)), tmp_path / "run"
-    run_plan(plan, run, "md")
-    before = (run / ROWS_FILE).read_bytes()
-    (tmp_path / ROWS_FILE).write_text('{"cell": {"method": "plain"}, "repeat": 0, "group": 0}\n')
-    with pytest.raises(ValueError, match="made with another rounds; choose another --out, or --fresh"):
-        run_plan(replace(plan, rounds=6), run, "md")
-    with pytest.raises(ValueError, match="--retry-failed is for questions"):
-        run_plan(plan, run, "md", retry_failed=True)
-    with pytest.raises(ValueError, match="not a row of such a benchmark"):
-        run_plan(plan, tmp_path, "md")
-    assert (run / ROWS_FILE).read_bytes() == before
-    run_plan(replace(plan, rounds=6), run, "md", fresh=True)
-    after = (run / ROWS_FILE).read_bytes()
-    assert after.count(b"\n") == 1 and after != before

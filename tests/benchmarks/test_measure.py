@@ -125,15 +125,12 @@ def test_questions_may_be_passed_over(folder: Path, llm: LLM) -> None:
         asked(skip=5)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"max_tokens": 9}, {"seed": 1}, {"warmup": 3}, {"methods": [{"name": "ngram", "width": 2}]}, {"limit": 3}],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM, changes: dict[str, Any]) -> None:
+def test_rows_of_other_settings_are_not_mixed_in(folder: Path, llm: LLM) -> None:
     make_bench(folder, "settings", llm).run()
-    with pytest.raises(ValueError, match="choose another --out"):
-        make_bench(folder, "settings", llm, **changes).run()
+    wide: dict[str, Any] = {"methods": [{"name": "ngram", "width": 2}]}
+    for changes in ({"max_tokens": 9}, {"seed": 1}, {"warmup": 3}, {"limit": 3}, wide):
+        with pytest.raises(ValueError, match="choose another --out"):
+            make_bench(folder, "settings", llm, **changes).run()
 
 
 @pytest.mark.parametrize(
@@ -290,17 +287,13 @@ def test_draws_depend_on_question_turn_and_repeat_but_not_on_the_method(folder: 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        (
-            {"methods": ["jetspec=runs/none/head"]},
-            "no head in runs/none/head: there is no such folder; train it",
-        ),
-        ({"methods": ["jetspec"], "head": "runs/none/head"}, "no head in runs/none/head"),
+        ({"methods": ["jetspec"], "head": "runs/none/head"}, "no head in runs/none/head: there is no such folder"),
         ({"methods": ["jetspec=mine"]}, "no head in mine: it has no config.json; did you mean mine/head?"),
         ({"methods": ["server=http://127.0.0.1:9/v1"]}, "no OpenAI-compatible server answers"),
         ({"methods": [{"name": "transformers-assisted", "assistant": "no/such/model"}]}, "no/such/model"),
         ({"tasks": ["torn"]}, "torn.jsonl:1"),
     ],
-    ids=["head", "head of the recipe", "folder of a run", "server", "assistant", "questions"],
+    ids=["head of the recipe", "folder of a run", "server", "assistant", "questions"],
 )
 def test_missing_inputs_are_found_before_the_target_is_loaded(
     folder: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], why: str

@@ -53,6 +53,7 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("page", PAGES)
 def test_pages_agree_with_their_records(page: str, tmp_path: Path) -> None:
     """Filling a page again changes nothing."""
@@ -164,6 +165,7 @@ def write_variant(folder: Path, name: str, value: float, steps: int) -> None:
     write(folder / f"{name}.json", record | {"documents": 1200, "seconds": 90.0, "questions": 4, "tokens": 2000})
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ablations_are_compared_at_each_length(root: Path) -> None:
     results = root / "docs" / "results"
     for name, value in (("causal", 2.5), ("edge-128", 3.25), ("sft", 2.0)):
@@ -174,11 +176,9 @@ def test_ablations_are_compared_at_each_length(root: Path) -> None:
     assert ["edge-128", "3.25", "4.25", "1,200", "70", "1.5"] in cells(text)
     assert text.index("### After 70 steps") < text.index("### After 1,500 steps")
     names = "mask_and_edge_term_70", "loss_70", "chance_70", "loss_1500", "chance_1500"
-    plots = {path.name: path.read_text() for path in (root / "docs" / "plots").iterdir()}
-    assert set(plots) == {f"ablation_{name}.svg" for name in names}
+    plots = {path.name for path in (root / "docs" / "plots").iterdir()}
+    assert plots == {f"ablation_{name}.svg" for name in names}
     assert all(f"](../plots/{name})" in text for name in plots) and "Learning rate" not in text
-    assert make(root, "ablations") == text
-    assert {path.name: path.read_text() for path in (root / "docs" / "plots").iterdir()} == plots
 
 
 def test_every_variant_is_compared() -> None:

@@ -138,19 +138,14 @@ def shipped() -> dict[str, BenchConfig]:
         ({"measure": "miles"}, "choose one of methods, costs"),
         ({"measure": "costs", "tasks": ["gsm8k"]}, "tasks"),
         ({"measure": "costs", "depths": [5000]}, "depth is 5000"),
-        ({"measure": "costs", "contexts": [8, 8]}, "contexts must name at least one, and none twice"),
         ({"budget": 3}, "budget"),
         ({"repeats": 0}, "repeats is 0"),
         ({"tasks": []}, "tasks"),
         ({"budgets": [16, 16]}, "twice|two"),
-        ({"budgets": [0]}, "budget is 0"),
-        ({"batches": [0]}, "a batch is 0"),
         ({"temperatures": [-1]}, "temperature is -1"),
         ({"methods": ["ngram"], "budgets": [1]}, "ngram: a budget of 1"),
         ({"methods": [{"name": "ngram", "budgets": [4, 1]}]}, "ngram: a budget of 1"),
-        ({"skip": -1}, "skip is -1"),
         ({"skip": {"gsm8k": -1}}, "skip of gsm8k is -1"),
-        ({"skip": {"gsm8k": "all"}}, "skip.gsm8k is 'all'; expected int"),
         ({"skip": {"gsmk8": 1}}, "there is no task gsmk8"),
         ({"methods": ["jetspeck"]}, "choose from plain, ngram"),
         ({"methods": ["plain=x"]}, "plain=x"),
@@ -158,15 +153,12 @@ def shipped() -> dict[str, BenchConfig]:
         ({"methods": ["ngram", {"name": "ngram", "width": 2}]}, "ngram"),
         ({"methods": [{"name": "ngram", "head": "x"}]}, "head .* ngram"),
         ({"methods": [{"name": "dflash", "head": "x", "width": 4}]}, "width .* dflash"),
-        ({"methods": [{"name": "jetspec", "url": "x"}]}, "url .* jetspec"),
-        ({"methods": [{"name": "mine", "kind": "server"}]}, "needs its url"),
         ({"methods": [{"name": "plain", "kind": "ngram"}]}, "plain"),
         ({"methods": [{"name": "jetspec", "score": "entropy", "entropy_weight": 1}]}, "entropy_weight"),
         ({"methods": ["transformers-lookup"], "batches": [1, 4]}, "transformers-lookup"),
         ({"methods": [{"name": "plain", "limit": 2}]}, "limit"),
         ({"methods": [{"name": "ngram", "temperatures": [0, 0.5]}]}, "temperatures 0.5"),
         ({"methods": [{"name": "ngram", "tasks": ["builtin", "mbpp"]}]}, "tasks mbpp"),
-        ({"methods": [{"name": "ngram", "tasks": []}]}, "tasks of ngram"),
     ],
 )
 def test_wrong_settings_are_refused(settings: dict[str, Any], why: str) -> None:
@@ -300,10 +292,8 @@ def test_every_difference_of_a_run_is_told(changes: dict[str, Any], told: list[s
 @pytest.mark.parametrize(
     ("skip", "said"),
     [
-        (0, "40 questions per task, at most"),
         (40, "40 questions per task behind the first 40, at most"),
         ({"gsm8k": 40, "aime25": 9}, "40 questions per task, behind the first 40 of gsm8k and 9 of aime25, at most"),
-        ({"mbpp": 9}, "40 questions per task, at most"),
     ],
 )
 def test_a_run_says_what_was_passed_over(skip: int | dict[str, int], said: str) -> None:

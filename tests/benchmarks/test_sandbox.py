@@ -111,17 +111,13 @@ ATTEMPTS = [
     "os.symlink('/', 'out'); open('out' + {path!r}, 'w')",
     "os.chdir('/'); open({path!r}[1:], 'w')",
     "open('a', 'w').close(); os.rename('a', {path!r})",
-    "open('a', 'w').close(); shutil.copy('a', {path!r})",
     "os.open('escaped', os.O_CREAT | os.O_WRONLY, dir_fd=os.open({parent!r}, os.O_RDONLY))",
     "os.mkdir('escaped', dir_fd=os.open({parent!r}, os.O_RDONLY))",
-    "pathlib.Path({kept!r}).unlink()",
     "os.remove('kept', dir_fd=os.open({parent!r}, os.O_RDONLY))",
     "os.truncate({kept!r}, 0)",
     "os.rename({kept!r}, 'mine')",
-    "shutil.rmtree({parent!r})",
     "shutil.rmtree({parent!r}, ignore_errors=True)",
     "open({kept!r}).read()",
-    "os.open({kept!r}, os.O_RDONLY)",
 ]
 
 
@@ -154,7 +150,7 @@ def test_the_library_is_read_alone(attempt: str, tmp_path: Path) -> None:
     assert run_walled(INTERPRETER, "os.open('.', os.O_RDONLY); open(os.__file__).read()", tmp_path)
 
 
-@pytest.mark.parametrize("attempt", [ATTEMPTS[0], ATTEMPTS[9], "import shutil; shutil.rmtree({parent!r})"])
+@pytest.mark.parametrize("attempt", [ATTEMPTS[0], ATTEMPTS[8], "import shutil; shutil.rmtree({parent!r})"])
 def test_all_restrictions_apply_to_a_program(attempt: str, tmp_path: Path) -> None:
     os.chmod(tmp_path, 0o777)
     program = attempt.format(**words_of(tmp_path))

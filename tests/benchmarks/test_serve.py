@@ -47,6 +47,7 @@ def measure(model: Path, folder: Path, *words: object) -> tuple[dict[str, Any], 
 def test_both_servers_at_every_rate(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real client processes."""
     monkeypatch.setattr(serve, "BURST_S", 0.5)
+    monkeypatch.setattr(serve, "PASSES", 1)
     data = tmp_path / "questions.jsonl"
     data.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(6)))
     record, done = measure(model, tmp_path, "--data", data, "--server-option", "--budget 4")

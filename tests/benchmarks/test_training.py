@@ -15,10 +15,7 @@ from jetspec.models.head_format import load_head
 from jetspec.models.heads import save_any_head
 from jetspec.models.weights import load_target
 from jetspec.train.config import load_recipe
-from jetspec.train.loss import DraftLoss
-from jetspec.train.passes import Passes
 from jetspec.train.run import start_head
-from jetspec.train.trainer import Trainer
 from tests.benchmarks.tiny_bench import invoke
 from tests.train.tiny_model import write_model
 
@@ -76,32 +73,6 @@ def test_every_variant_is_trained_once_and_scored_alike(
     monkeypatch.setattr(training, "LLM", None)  # nothing is loaded when nothing is to do
     assert invoke(*words).exit_code == 0
     assert before == {path: path.stat().st_mtime_ns for path in out.iterdir()}
-
-
-def test_a_variant_changes_what_it_names_and_nothing_else(setup: list[str]) -> None:
-    base = load_recipe(Path(setup[1]), ("optimizer.kind=muon", "optimizer.lr=0.005"))
-    causal = training.VARIANTS["causal"].of(base)
-    texts = {text: Path(f"{text}.jsonl") for text in ("regenerated", "corpus")}
-    for name, variant in training.VARIANTS.items():
-        if variant.eagle3:
-            continue
-        made = variant.of(base, texts)
-        changed = {
-            "edge_rank": made.head.edge_rank != causal.head.edge_rank,
-            "causal": made.head.causal != causal.head.causal,
-            "kind": made.loss.kind != causal.loss.kind,
-            "gamma": made.loss.gamma != causal.loss.gamma,
-            "lr": made.optimizer.lr != causal.optimizer.lr,
-            "optimizer": made.optimizer.kind != causal.optimizer.kind,
-        }
-        words = {"edge": "edge_rank", "bidirectional": "causal", "gamma": "gamma", "lr": "lr", "sft": "kind"}
-        words |= {"reverse": "kind", "adamw": "optimizer"}
-        named = {setting for word, setting in words.items() if word in name.split("-")}
-        named |= {"lr"} if name == "adamw" else set()
-        assert {setting for setting, is_other in changed.items() if is_other} == named, name
-        data = base.data if variant.text is None else (f"{variant.text}.jsonl",)
-        seed = int(name[-1]) if "-seed-" in name else base.seed
-        assert made.steps == base.steps and made.data == data and made.seed == seed
 
 
 def test_an_eagle3_recipe_varies_in_its_optimizer_alone(setup: list[str]) -> None:
@@ -179,23 +150,3 @@ def test_a_row_per_shape(tmp_path: Path) -> None:
     for row in record["shapes"]:
         drafts = row["rows"] * row["anchors"] * 3
         assert row["drafted_per_s"] * row["step_ms"] / 1e3 == pytest.approx(drafts)
-
-
-def test_steps_that_capture_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here each of the first five steps captures a pass."""
-    steps = 0
-
-    def count(passes: Passes) -> int:
-        return min(steps, 5)
-
-    def take(trainer: Trainer) -> DraftLoss:
-        nonlocal steps
-        steps += 1
-        return train_step(trainer)
-
-    train_step = Trainer.train_step
-    monkeypatch.setattr(Passes, "num_captured", property(count))
-    monkeypatch.setattr(Trainer, "train_step", take)
-    words = ["--recipe", str(write_tiny_run(tmp_path)), "--shapes", "2x48x2", "--steps", "2", "--warmup", "1", "--out"]
-    assert invoke("training", *words, str(tmp_path / "speed.json")).exit_code == 0
-    assert steps == 1 + 3 * 2, "after the warm-up, two windows that captured, and one that did not"
