@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.document import NONE, make_table
-from benchmarks.limits import check_limits
 from benchmarks.load import PERCENTILES
 from benchmarks.options import examples
 from benchmarks.paper import paper_rows
 from benchmarks.plots import TIMES, draw_lines, draw_rates
+from benchmarks.records import check_limits
 from benchmarks.report import write_report
 from benchmarks.results import RESULTS_FILE, Record, commits_of, device_of, read_inputs, read_record
 from benchmarks.tables import glance_table, groups_of
