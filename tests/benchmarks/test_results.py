@@ -190,20 +190,6 @@ def test_the_command_prints_the_record_that_it_writes(folder: Path) -> None:
     assert again.stdout == done.stdout and (folder / "command" / "rows.jsonl").read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (["--budgets", "many"], "budgets"),
-        (["--tasks", "nowhere"], "nowhere"),
-        (["--repeats", "0"], "repeats is 0"),
-        (["nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_wrong_use_is_one_line_and_status_2(folder: Path, words: list[str], why: str) -> None:
-    done = run_command(folder, *words, "--out", str(folder / "wrong"))
-    assert done.exit_code == 2 and why in done.stderr.splitlines()[-1] and done.stdout == ""
-
-
 def test_a_run_that_measures_nothing_keeps_its_record(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The record stays that of the commands that measured, also when it is written again."""
 
