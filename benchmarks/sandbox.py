@@ -6,8 +6,8 @@ No maintained Python package does this: others limit the language (RestrictedPyt
 directory and environment, and a session that is killed as a whole. macOS does not enforce the memory limit. On Linux
 root becomes the user `nobody`, and the child leaves the network where user namespaces are allowed or it runs as root.
 With Landlock (Linux 5.13) it can read only its folder and Python's files, and write only in its folder.
-- The interpreter: an audit hook, which Python code cannot remove, refuses sockets, processes, signals, native libraries,
-reading and changing files outside the folder, and too many changes inside.
+- The interpreter: an audit hook, which Python code cannot remove, refuses sockets, processes, signals, native
+libraries, reading and changing files outside the folder, and too many changes inside.
 - The verdict counts only with a password that is sent after the last test: a program that exits early has not passed.
 
 It is made for code that fails, not for code that attacks its grader: both share a process.
