@@ -26,9 +26,11 @@ from jetspec.models.head_folder import (
     TargetShape,
     agreed,
     layer_fields,
+    layer_ids,
     read_last_tap,
     read_vocabulary,
     table,
+    tap_fields,
 )
 from jetspec.models.tensor_files import errors_name
 
@@ -98,7 +100,7 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
         c = config.layers
         assert c.qkv_bias == c.out_bias and c.moe is None and not any(c.windows)
         own = {TAPS: list(config.tap_layers), "use_aux_hidden_state": True, "ttt_length": config.depth}
-        out: dict[str, Any] = {
+        return {
             "architectures": [ARCHITECTURE],
             "model_type": c.family,
             **layer_fields(c, dtype),
@@ -111,12 +113,8 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
             "num_target_layers": config.num_target_layers,
             "eagle_config": own,
             TAPS: [layer + 1 for layer in config.tap_layers],
+            **tap_fields(config),
         }
-        if config.last_tap is not None or (config.num_target_layers or 0) - 1 in config.tap_layers:
-            out["last_tap"] = config.last_tap or "raw"
-        if config.target_hidden_size is not None:
-            out["target_hidden_size"] = config.target_hidden_size
-        return out
 
     def facts(self, config: Eagle3Config, kind: str) -> dict[str, Any]:
         return {
@@ -173,12 +171,8 @@ def _tap_layers(keys: HeadKeys, own: HeadKeys) -> tuple[int, ...]:
     }
     found = {}
     for key, (section, first) in places.items():
-        ids = section.get(key.rpartition(".")[2])
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not 1 <= len(ids) <= MAX_TAPS:
-            raise ValueError(f"{key} does not name 1 to {MAX_TAPS} layers")
-        found[key] = tuple(Fields({key: i}).integer(key, first, MAX_LAYERS) - first for i in ids)
+        if (ids := section.get(key.rpartition(".")[2])) is not None:
+            found[key] = layer_ids(key, ids, first, MAX_TAPS)
     return agreed(found) or ()
 
 

@@ -47,13 +47,6 @@ ENGINES: tuple[Engine, ...] = get_args(Engine)
 PICKLES = "pytorch_model*.bin"
 GENERATION_FILE = "generation_config.json"
 TARGET_FILES = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE, *TOKENIZER_FILES)
-TARGET_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-}
 
 
 def export_head(
@@ -119,20 +112,23 @@ def chain_kind(config: HeadConfig, engine: Engine) -> ChainKind:
 def chain_head(head: DraftHead, kind: ChainKind) -> DraftHead:
     """Returns a head as an engine runs it; most weights are shared."""
     config, state = head.head_config, head.state_dict()
-    if config.edge is None or kind == "dflash":
-        return without_edge(head)
-    if kind == "dspark":
+    if config.edge is None:
+        return head
+    if kind == "dflash":
+        config = replace(config, edge=None)
+        state = {name: value for name, value in state.items() if not name.startswith("edge.")}
+    elif kind == "dspark":
         state["edge.successor"] = state["edge.successor"] * config.edge.gate_bias
         config = replace(config, edge=replace(config.edge, gate_bias=1.0))
-    elif config.conv is None:
+    else:
+        config = replace(config, edge=replace(config.edge, candidates=config.edge.candidates or 16))
+    if kind == "dflash2" and config.conv is None:  # without effect until it is trained
         config = replace(config, conv=ConvConfig(group=math.gcd(ConvConfig.group, config.layers.hidden_size)))
         made = DraftHead(config)
         for module in made.modules():
             if isinstance(module, BlockConv):
                 module.reset()
         state = {name: value for name, value in made.state_dict().items() if "_conv." in name} | state
-    if kind == "dflash2" and config.edge is not None and config.edge.candidates is None:
-        config = replace(config, edge=replace(config.edge, candidates=16))
     return filled(on_meta(DraftHead, config), state, head.norm.weight.device)
 
 
@@ -159,15 +155,6 @@ def refusals(config: HeadConfig, engine: Engine, target: str | None) -> list[str
         if target is None:
             problems.append("the format names the target; give --target")
     return problems
-
-
-def without_edge(head: DraftHead) -> DraftHead:
-    """Returns the head without its edge term; the weights are shared."""
-    if head.edge is None:
-        return head
-    plain = on_meta(DraftHead, replace(head.head_config, edge=None))
-    state = {name: value for name, value in head.state_dict().items() if not name.startswith("edge.")}
-    return filled(plain, state, head.norm.weight.device)
 
 
 def write_chain_config(config: HeadConfig, engine: Engine, dtype: torch.dtype, target: str | None) -> dict[str, Any]:
@@ -322,7 +309,7 @@ def save_target(target: Target, folder: str | Path, dtype: torch.dtype) -> None:
 def write_target_config(c: DecoderConfig, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the contents of config.json; ValueError if they would not be read as the same model."""
     out = {
-        "architectures": [TARGET_ARCHITECTURES[c.family]],
+        "architectures": [c.family.title().replace("_", "") + "ForCausalLM"],
         "model_type": c.family,
         **layer_fields(c, dtype),
         "tie_word_embeddings": c.tied_embedding,

@@ -47,6 +47,13 @@ class TensorInfo:
     """Bytes from the start of the data section."""
     num_bytes: int
 
+    def get_shape(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get_dtype(self) -> str:
+        """Name of the type of the dequantised tensor. Like `get_shape` it is spelled as in safetensors."""
+        return self.type.name if self.type.name in PLAIN | INTEGERS else "F32"
+
 
 class GGUFFile:
     """Metadata and tensors of a file, which is memory-mapped; tensors are read on demand."""

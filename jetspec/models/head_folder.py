@@ -20,7 +20,7 @@ from jetspec.files import some, whole_folder
 from jetspec.models.decoder import DecoderConfig, DecoderStack, filled, on_meta
 from jetspec.models.draft_head import HeadConfig, LastTap
 from jetspec.models.eagle3 import Eagle3Config
-from jetspec.models.families import config_from_hf, pieces, rope_from_hf, rope_to_hf
+from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf, pieces, rope_from_hf, rope_to_hf
 from jetspec.models.gguf import PLAIN
 from jetspec.models.head_gguf import DrafterFile, drafter_kind
 from jetspec.models.hub import head_path, resolve
@@ -418,6 +418,23 @@ def read_last_tap(keys: HeadKeys) -> LastTap | None:
     if value not in (None, "raw", "normed"):
         raise ValueError(f"last_tap is {value!r}; it must be raw or normed")
     return value
+
+
+def layer_ids(key: str, ids: object, first: int, most: int = MAX_LAYERS) -> tuple[int, ...]:
+    """Checks numbers of layers, which are counted from `first`, and returns them counted from 0."""
+    if not isinstance(ids, list) or not 1 <= len(ids) <= most:
+        raise ValueError(f"{key} does not name 1 to {most} layers")
+    return tuple(Fields({key: i}).integer(key, first, MAX_LAYERS) - first for i in ids)
+
+
+def tap_fields(config: HeadConfig | Eagle3Config) -> dict[str, Any]:
+    """Returns the keys of config.json that describe the taps, where they are not the usual ones."""
+    keys: dict[str, Any] = {}
+    if config.target_hidden_size is not None:
+        keys["target_hidden_size"] = config.target_hidden_size
+    if config.last_tap is not None or (config.num_target_layers or 0) - 1 in config.tap_layers:
+        keys["last_tap"] = config.last_tap or "raw"
+    return keys
 
 
 def read_vocabulary(tensors: HeadTensors, size: int, vocab_size: int) -> Tensor:

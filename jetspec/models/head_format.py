@@ -23,9 +23,11 @@ from jetspec.models.head_folder import (
     agreed,
     kind_of_config,
     layer_fields,
+    layer_ids,
     read_last_tap,
     read_vocabulary,
     table,
+    tap_fields,
 )
 from jetspec.models.path_terms import PathConfig
 
@@ -187,12 +189,9 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
         if len(windows) > 1:
             raise ValueError(f"the layers have windows of {sorted(windows)}; the format holds a single size")
         own: dict[str, Any] = {"target_layer_ids": list(config.tap_layers), "mask_token_id": config.mask_token}
-        if config.target_hidden_size is not None:
-            own["target_hidden_size"] = config.target_hidden_size
+        own |= tap_fields(config)
         if config.shifted:
             own["shift_label"] = True
-        if config.last_tap is not None or (config.num_target_layers or 0) - 1 in config.tap_layers:
-            own["last_tap"] = config.last_tap or "raw"
         if config.edge is not None:
             own["edge"] = {key: value for key, value in asdict(config.edge).items() if value is not None}
         if config.conv is not None:
@@ -371,9 +370,7 @@ def _tap_layers(
         raise ValueError(f"{key} is missing" + ("" if first else ", and so is num_target_layers"))
     if ids is None:
         return default_tap_layers(num_layers, num_target_layers or 0)
-    if not isinstance(ids, list) or not 1 <= len(ids) <= MAX_LAYERS:
-        raise ValueError(f"{key} is not a list of layers")
-    return tuple(Fields({key: i}).integer(key, first, MAX_LAYERS) - first for i in ids)
+    return layer_ids(key, ids, first)
 
 
 def _flag(keys: HeadKeys, spellings: tuple[str, ...]) -> bool | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from jetspec.models.decoder import RopeConfig
 from jetspec.models.families import LAYER, Fields, rope_from_gguf, rope_to_hf
-from jetspec.models.gguf import INTEGERS, PLAIN, GGUFFile
+from jetspec.models.gguf import PLAIN, GGUFFile, TensorInfo
 
 ARCHITECTURE = "dflash"
 PREFIX = f"{ARCHITECTURE}."
@@ -155,26 +154,12 @@ class DrafterFile(GGUFFile):
     def keys(self) -> list[str]:
         return list(self.stored)
 
-    def get_slice(self, name: str) -> DrafterFile.Slice:
-        info = self.tensors[self.stored[name]]
-        return self.Slice(info.shape, info.type.name if info.type.name in PLAIN | INTEGERS else "F32")
+    def get_slice(self, name: str) -> TensorInfo:
+        return self.tensors[self.stored[name]]
 
     def get_tensor(self, name: str) -> Tensor:
-        info = self.tensors[self.stored[name]]
-        dtype = torch.int64 if info.type.name in INTEGERS else PLAIN.get(info.type.name, torch.float32)
+        info = self.get_slice(name)
+        dtype = PLAIN.get(info.get_dtype(), torch.int64)
         out = torch.empty(info.shape, dtype=dtype)
         self.read(self.stored[name], out)
         return out - torch.arange(len(out)) if name == "d2t" and dtype == torch.int64 else out
-
-    @dataclass(frozen=True)
-    class Slice:
-        """Shape and type of a tensor."""
-
-        shape: tuple[int, ...]
-        type: str
-
-        def get_shape(self) -> tuple[int, ...]:
-            return self.shape
-
-        def get_dtype(self) -> str:
-            return self.type

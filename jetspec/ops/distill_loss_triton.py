@@ -14,12 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.layouts import LossKind, RowScores
-from jetspec.ops.overlap_triton import launch
+from jetspec.ops.overlap_triton import LOWEST, launch
 
 BLOCK = 1024
-
-# Stands for no logit. Finite, since the difference of two infinities is NaN.
-LOWEST = tl.constexpr(-3.0e38)
 
 
 def distill_loss_triton(

@@ -74,18 +74,14 @@ def rotate_store(
     return q_THE
 
 
+@operation(
+    lambda kv, tables, norm_L, pages_L, _: (kv, pages_L[0].k, *tables, *_weights(norm_L)),
+    lambda kv, tables, norm_L, pages_L, _: {"equal_distance": equal_distance(pages_L) is not None},
+)
 def rotate_store_layers(
     kv_TLXE: Tensor, tables: RotaryTables, norm_L: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
 ) -> None:
     """`rotate_store` for keys and values of several layers. X is 2G here."""
-    inputs, equal = (kv_TLXE, pages_L[0].k, *tables, *_weights(norm_L)), equal_distance(pages_L) is not None
-    kernel = select("rotate_store_layers", rotate_store_layers_reference, *inputs, equal_distance=equal)
-    kernel(kv_TLXE, tables, norm_L, pages_L, slot_T)
-
-
-def rotate_store_layers_reference(
-    kv_TLXE: Tensor, tables: RotaryTables, norm_L: HeadNorm | None, pages_L: Sequence[KVPages], slot_T: Tensor
-) -> None:
     for i, (kv_TXE, pages) in enumerate(zip(kv_TLXE.unbind(1), pages_L, strict=True)):
         norm = None if norm_L is None else norm_L.layer(i)
         rotate_store(kv_TXE, kv_TXE.shape[1] // 2, tables, norm, pages, slot_T)

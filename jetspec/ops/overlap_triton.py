@@ -22,6 +22,9 @@ import triton.language as tl
 
 from jetspec.ops.select import enabled
 
+# Stands for no logit, and for the highest one before any is seen. Finite: the difference of two infinities is NaN.
+LOWEST = tl.constexpr(-3.0e38)
+
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Runs a kernel on the device of its first tensor. It takes part if it has a constant OVERLAP, which is not given,

@@ -325,14 +325,17 @@ def select(operation: str, reference: Callable[P, R], *inputs: Tensor, **facts: 
     return reference if found is None else found
 
 
-def operation(inputs: Callable[..., tuple[Tensor, ...]]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Makes a plain torch reference an operation of its name: kernels serve it where the table says so for `inputs` of
-    its arguments."""
+def operation(
+    inputs: Callable[..., tuple[Tensor, ...]], facts: Callable[..., dict[str, Any]] = lambda *_, **__: {}
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a plain torch reference an operation of its name: kernels serve it where the table says so for `inputs` and
+    `facts` of its arguments."""
 
     def decorate(reference: Callable[P, R]) -> Callable[P, R]:
         @wraps(reference)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return select(reference.__name__, reference, *inputs(*args, **kwargs))(*args, **kwargs)
+            kernel = select(reference.__name__, reference, *inputs(*args, **kwargs), **facts(*args, **kwargs))
+            return kernel(*args, **kwargs)
 
         return call
 

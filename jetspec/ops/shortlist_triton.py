@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.layouts import power_of_2_below
-from jetspec.ops.overlap_triton import fetch, launch, wait
+from jetspec.ops.overlap_triton import LOWEST, fetch, launch, wait
 from jetspec.ops.select import device_of
 from jetspec.ops.shortlist import topk_logprob
 from jetspec.types import EdgeFactors
@@ -60,13 +60,11 @@ class Tiling(NamedTuple):
 FEW, MANY = Tiling(RUN=8, OWN=16, BLOCK=256), Tiling(RUN=4, OWN=128, BLOCK=32)
 """Tilings for few rows, with many programs per row, and for many rows."""
 
-# Stands for no logit. Finite, since the difference of two infinities is NaN.
-LOWEST = tl.constexpr(-3.0e38)
 # Below any key.
 BOTTOM = tl.constexpr(-(1 << 63))
 
 
-def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None) -> tuple[Tensor, Tensor]:
+def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
     R, V = logits_RV.shape
     programs = device_of(logits.device).multiprocessors * PROGRAMS_PER_MULTIPROCESSOR

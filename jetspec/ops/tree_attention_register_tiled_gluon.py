@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from jetspec.ops.fragments_gluon import index
 from jetspec.ops.layouts import REGISTER_QUERIES, counters, power_of_2_below
-from jetspec.ops.overlap_triton import launch, wait
+from jetspec.ops.overlap_triton import LOWEST, launch, wait
 from jetspec.ops.select import device_of
 from jetspec.ops.tree_attention import UNSPECIALIZED, Attention
 from jetspec.types import KVPages, TreeBatch
@@ -34,9 +34,6 @@ MAX_SPLITS = 32
 BLOCK_M = tl.constexpr(REGISTER_QUERIES)
 AT_ONCE = tl.constexpr(128)
 """Numbers of other programs' results that a thread loads together: their latency dominates."""
-
-# Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
-LOWEST = tl.constexpr(-3.0e38)
 
 
 class RegisterKeys(NamedTuple):

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.layouts import FEW_QUERY_ROWS, counters, is_narrow, power_of_2_below
-from jetspec.ops.overlap_triton import launch, wait
+from jetspec.ops.overlap_triton import LOWEST, launch, wait
 from jetspec.ops.select import device_of
 from jetspec.ops.tree_attention import UNSPECIALIZED, Attention
 from jetspec.types import KVPages, TreeBatch
@@ -36,9 +36,6 @@ MAX_SPLIT_QUERIES = 256
 """Longer chains are prefills: their tiles fill a GPU, and their partial results would not stay in its cache."""
 
 AT_ONCE = tl.constexpr(2)
-
-# Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
-LOWEST = tl.constexpr(-3.0e38)
 
 
 class Tiling(NamedTuple):

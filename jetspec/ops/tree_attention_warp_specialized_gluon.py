@@ -48,7 +48,7 @@ from jetspec.ops.layouts import (
     num_tiles,
     power_of_2_below,
 )
-from jetspec.ops.overlap_triton import launch, wait
+from jetspec.ops.overlap_triton import LOWEST, launch, wait
 from jetspec.ops.select import device_of, enabled
 from jetspec.ops.tree_attention import UNSPECIALIZED, Attention
 from jetspec.types import KVPages, TreeBatch
@@ -61,9 +61,6 @@ MIN_RUN = 512
 """Keys that pay for a split of their own, with the combination it needs."""
 MAX_SPLITS = MAX_BARRIER_PROGRAMS
 BLOCK_M = gl.constexpr(WARP_QUERIES)
-
-# Stands for the highest score before any is seen. Finite, since the difference of two infinities is not a number.
-LOWEST = tl.constexpr(-3.0e38)
 
 
 class Sizes(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from jetspec.models.decoder import DecoderConfig
 from jetspec.models.heads import load_any_head
 from tests.models import test_eagle3_format as eagle3
 from tests.models.test_config_keys import LAYOUTS, TARGET
+from tests.models.test_weights import Bomb
 
 FOLDERS = {name: write for name, write in LAYOUTS.items() if not name.startswith("rope_")}
 each_layout = pytest.mark.parametrize("name", FOLDERS)
@@ -99,16 +99,6 @@ def test_head_for_another_target(name: str, change: dict[str, Any], tmp_path: Pa
     FOLDERS[name](tmp_path)
     load_any_head(tmp_path, target_of(name))
     assert "another model" in refusal(tmp_path, replace(target_of(name), **change))
-
-
-class Bomb:
-    """A pickle whose code leaves a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return Path.touch, (self.path,)
 
 
 @each_layout

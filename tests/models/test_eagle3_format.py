@@ -129,23 +129,15 @@ def test_default_tap_layers_are_the_published_ones(folder: Path) -> None:
 
 CONFIG_DAMAGE: dict[str, Json] = {
     "num_hidden_layers": {"num_hidden_layers": 2},
-    "eagle_aux_hidden_state_layer_ids": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]},
     "contradictory": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
-    "input_norm.weight": {"norm_before_fc": True},
-    "fc_norm.0.weight": {"fc_norm": True},
-    "parallel_drafting": {"parallel_drafting": True},
-    "an_unknown_key": {"an_unknown_key": 1},
     "draft_vocab_size": {"draft_vocab_size": 41},
-    "fc.weight": {"target_hidden_size": 20},
 }
 TENSOR_DAMAGE: dict[str, Callable[[Tensors], Tensors]] = {
     "tensor d2t is missing": lambda t: without(t, "d2t"),
-    "tensor d2t has shape .10,.": lambda t: {**t, "d2t": t["d2t"][:10].clone()},
     "d2t is stored as torch.float32": lambda t: {**t, "d2t": t["d2t"].float()},
     "does not name 11 different tokens": lambda t: {**t, "d2t": t["d2t"] + 40},
     "does not name 11 different": lambda t: {**t, "d2t": -torch.arange(11)},
     "contradict each other": lambda t: {**t, "t2d": ~t["t2d"]},
-    "tensor lm_head.weight has shape": lambda t: {**t, "lm_head.weight": torch.zeros(40, 16)},
     "tensor embed_tokens.weight has shape": lambda t: {**t, "embed_tokens.weight": torch.zeros(40, 12)},
 }
 
@@ -158,17 +150,6 @@ def test_damaged_head_is_refused(message: str, folder: Path) -> None:
         edit_tensors(folder, TENSOR_DAMAGE[message])
     with pytest.raises(ValueError, match=message):
         load_any_head(folder)
-
-
-def test_head_that_does_not_fit_is_refused(folder: Path) -> None:
-    cases: list[tuple[Json, str]] = [
-        ({"vocab_size": 41}, "its vocabulary has 40 tokens, the target's has 41"),
-        ({"hidden_size": 20}, "it reads states of size 16"),
-        ({"num_layers": 4}, "it was made for 8 layers, the target has 4"),
-    ]
-    for change, message in cases:
-        with pytest.raises(ValueError, match=message):
-            load_any_head(folder, replace(TARGET, **change))
 
 
 def test_block_head_loader_refuses_eagle3(folder: Path) -> None:

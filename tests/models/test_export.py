@@ -23,10 +23,10 @@ from jetspec.models.head_format import load_head, save_head
 from jetspec.models.heads import load_any_head
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
 from tests.models.peers import TAPS, Peer
-from tests.models.test_broken_folders import Bomb
 from tests.models.test_eagle3_format import PLAIN, TARGET, random_eagle3
 from tests.models.test_head_format import Json, Tensors, edit_config
 from tests.models.test_published_heads import assert_equal_to
+from tests.models.test_weights import Bomb
 
 REFUSED = {"shifted": "slots", "adapter": "adapts", "convolved": "convolutions"}
 YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from jetspec.models.heads import load_any_head
 from tests.models.gguf_files import write_gguf
 from tests.models.peers import HIDDEN, MASK, TAPS, VOCAB, Peer
 from tests.models.test_config_keys import TARGET
-from tests.models.test_published_heads import LAYERS, PEERS, TAP, TEXT, Target, assert_equal_to, draft_along
+from tests.models.test_published_heads import PEERS, assert_equal_to
 
 NAMES = {
     r"layers\.(\d+)\.input_layernorm": r"blk.\1.attn_norm",
@@ -131,28 +130,17 @@ def test_anchor_is_sampled_by_default_in_dspark_only(tmp_path: Path) -> None:
         assert isinstance(head, DraftHead) and head.head_config.shifted == (kind == "dspark")
 
 
-SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "logit_scale": lambda logits: logits * 0.5,
-    "output_multiplier": lambda logits: logits * 0.5,
-    "final_logit_softcapping": lambda logits: 0.5 * torch.tanh(logits / 0.5),
+SCALES = {
+    **dict.fromkeys(("logit_scale", "output_multiplier"), "output_scale"),
+    **dict.fromkeys(("embedding_scale", "input_embedding_scale"), "embedding_scale"),
+    "final_logit_softcapping": "softcap",
 }
 
 
 @pytest.mark.parametrize("key", SCALES)
-def test_scales_of_logits(key: str, tmp_path: Path) -> None:
-    peer = Peer.make("dflash")
-    head = load_any_head(write_drafter(peer, tmp_path, **{key: 0.5}))
-    assert isinstance(head, DraftHead)
-    _, logits_SV, _ = peer.block(TEXT, TAP, 9)
-    _, rows = draft_along(head, Target(peer), TEXT, TAP, 9)
-    for row, logits in zip(rows, logits_SV[1:], strict=True):
-        torch.testing.assert_close(row, SCALES[key](logits).log_softmax(-1), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("key", ["embedding_scale", "input_embedding_scale"])
-def test_scale_of_embeddings(key: str, tmp_path: Path) -> None:
-    head = load_any_head(write_drafter(Peer.make("dflash"), tmp_path, **{key: 2.0}))
-    assert isinstance(head, DraftHead) and head.head_config.embedding_scale == 2
+def test_scales_are_read(key: str, tmp_path: Path) -> None:
+    head = load_any_head(write_drafter(Peer.make("dflash"), tmp_path, **{key: 0.5}))
+    assert getattr(head.head_config, SCALES[key]) == 0.5
 
 
 @pytest.mark.parametrize(
@@ -202,10 +190,3 @@ def test_other_tensors_are_refused(damage: str, tmp_path: Path) -> None:
     name = {"blk.9.attn_q.weight": "layers.9", "d2t": "lm_head"}.get(damage, damage)
     with pytest.raises(ValueError, match=name):
         load_any_head(file)
-
-
-def test_windows_are_read(tmp_path: Path) -> None:
-    file = write_drafter(Peer.make("dflash", layers=LAYERS["windowed"]), tmp_path)
-    head = load_any_head(file)
-    assert isinstance(head, DraftHead)
-    assert head.config.windows == (64, None) and head.head_config.causal_layers == (True, False)

@@ -120,8 +120,8 @@ def test_damaged_folder_is_refused(damage: Callable[[Path], None], message: str,
         load_decoder(open_model(tmp_path))
 
 
-class Trap:
-    """Writes a file when unpickled."""
+class Bomb:
+    """A pickle whose code leaves a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,7 +133,7 @@ class Trap:
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth"])
 def test_pickles_are_never_opened(name: str, tmp_path: Path) -> None:
     (save_model(tmp_path) / "model.safetensors").unlink()
-    (tmp_path / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
+    (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "sprung")))
     for source in (tmp_path, tmp_path / name):
         with pytest.raises(ValueError, match="pickle"):
             load_decoder(open_model(source))

@@ -12,27 +12,17 @@ from jetspec.ops import topk_logprob
 from jetspec.ops.select import force
 
 
-def compare(logits: Tensor, k: int, chunk: int = 0) -> None:
+def compare(logits: Tensor, k: int, chunk: int = 0, temperature_B: Tensor | None = None) -> None:
     """Compare with a stable sort, which orders ties as well. `chunk` overrides the size of a chunk."""
     with pytest.MonkeyPatch.context() as patch, force("triton"):
         if chunk:
             patch.setattr("jetspec.ops.shortlist_triton.CHUNK", chunk)
-        token, logprob = topk_logprob(logits, k)
-    with force("reference"):
-        expected = topk_logprob(logits, k)
+        token, logprob = topk_logprob(logits, k, temperature_B)
+    divided = logits.float() if temperature_B is None else logits.float() / temperature_B[:, None, None]
     assert token.dtype == torch.int64 and logprob.dtype == torch.float32
-    assert torch.equal(token, logits.float().sort(descending=True, stable=True).indices[..., :k])
-    torch.testing.assert_close(logprob, expected[1], rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
-def compare_scaled(logits_BDV: Tensor, k: int, temperature_B: Tensor) -> None:
-    """Compare with logits divided beforehand."""
-    with pytest.MonkeyPatch.context() as patch, force("triton"):
-        patch.setattr("jetspec.ops.shortlist_triton.CHUNK", 64)
-        token, logprob = topk_logprob(logits_BDV, k, temperature_B)
-    divided = logits_BDV.float() / temperature_B[:, None, None]
     assert torch.equal(token, divided.sort(descending=True, stable=True).indices[..., :k])
-    torch.testing.assert_close(logprob, divided.log_softmax(-1).gather(-1, token), rtol=1e-5, atol=1e-5)
+    expected = divided.log_softmax(-1).gather(-1, token)
+    torch.testing.assert_close(logprob, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_reference_equals_the_full_log_softmax() -> None:
@@ -52,7 +42,8 @@ def test_temperatures_divide_the_logits(interpreter: Executor, dtype: torch.dtyp
     """A shared temperature is one number with stride 0."""
     logits = 3 * torch.randn(3, 2, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
     temperature_B = torch.tensor([0.8, 1.0, 2.5])
-    interpreter.submit(compare_scaled, logits, 40, temperature_B[:1].expand(3) if shared else temperature_B).result()
+    temperature_B = temperature_B[:1].expand(3) if shared else temperature_B
+    interpreter.submit(compare, logits, 40, 64, temperature_B).result()
 
 
 @pytest.mark.parametrize(
@@ -104,8 +95,8 @@ def test_temperatures_on_a_gpu(k: int) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
     logits = 3 * torch.randn(4, 15, 49152, generator=generator, device="cuda")
     temperature_B = torch.tensor([0.8, 1.0, 2.5, 1.7], device="cuda")
-    compare_scaled(logits, k, temperature_B)
-    compare_scaled(logits, k, temperature_B[:1].expand(4))
+    for each_B in (temperature_B, temperature_B[:1].expand(4)):
+        compare(logits, k, 64, each_B)
 
 
 @pytest.mark.gpu

@@ -26,18 +26,8 @@ from jetspec.types import SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, run, tiny_eagle3
 from tests.models.slow_eagle3 import state_after
 from tests.train.test_evaluate import documents_of
-from tests.train.tiny_run import TARGET, card_of
+from tests.train.tiny_run import TARGET, card_of, packed
 from tests.train.tiny_run import recipe as block_recipe
-
-
-def packed() -> PackedBatch:
-    """Two documents a row, the first with a prompt of three tokens, and padding."""
-    generator = torch.Generator().manual_seed(4)
-    token = torch.randint(0, VOCAB, (2, 26), generator=generator)
-    document = torch.tensor([0] * 12 + [1] * 10 + [-1] * 4).repeat(2, 1)
-    position = torch.tensor([*range(12), *range(10), *[0] * 4]).repeat(2, 1)
-    written = (document >= 0) & (position >= torch.where(document == 0, 3, 1))
-    return PackedBatch(token, position, document, written)
 
 
 def states(head: Eagle3Head, batch: PackedBatch, anchors: int = 12) -> tuple[Any, Hidden, Tensor]:
@@ -51,7 +41,7 @@ def states(head: Eagle3Head, batch: PackedBatch, anchors: int = 12) -> tuple[Any
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_training_pass_equals_decoding(norm_first: bool) -> None:
     """Compares every anchor and step with a reference pass over the text and the chain so far."""
-    head, batch = tiny_eagle3(TARGET, depth=3, norm_before_residual=norm_first), packed()
+    head, batch = tiny_eagle3(TARGET, depth=3, norm_before_residual=norm_first), packed(2, 26, VOCAB)
     drafts, _, found = states(head, batch)
     checked = 0
     for row, draft, step in drafts.valid_RAD.nonzero().tolist():
@@ -65,7 +55,7 @@ def test_training_pass_equals_decoding(norm_first: bool) -> None:
 
 
 def test_drafts_start_after_the_first_token() -> None:
-    batch = packed()
+    batch = packed(2, 26, VOCAB)
     anchor = torch.arange(26).repeat(2, 1)
     drafts = lay_out(batch, anchor, torch.ones_like(anchor, dtype=torch.bool), tiny_eagle3(TARGET, depth=3).head_config)
     assert not drafts.valid_RAD[batch.position_RT == 0].any()
@@ -73,7 +63,7 @@ def test_drafts_start_after_the_first_token() -> None:
 
 
 def test_labels_outside_the_vocabulary_count_as_wrong() -> None:
-    head, batch = tiny_eagle3(TARGET, depth=2, draft_vocab=1), packed()
+    head, batch = tiny_eagle3(TARGET, depth=2, draft_vocab=1), packed(2, 26, VOCAB)
     drafts, seen, _ = states(head, batch)
     loss = HeadWithLoss(head, LossConfig(dpace=0.5))(TARGET, batch, drafts, seen)
     assert torch.equal(loss.reach_D, drafts.valid_RAD.sum((0, 1)))

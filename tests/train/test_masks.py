@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention
 
-from jetspec.data.corpus import PackedBatch
 from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
@@ -20,22 +19,12 @@ from jetspec.train.blocks import choose_anchors, document_mask, lay_out
 from jetspec.train.config import LossConfig
 from jetspec.train.loss import DraftLoss, HeadWithLoss
 from tests.engine.tiny import randomize
+from tests.train.tiny_run import packed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VOCAB = 50
 COMPILATIONS = {"causal": 2, "causal windows": 4, "bidirectional windows": 4, "eagle3": 1}
 """Kinds of heads, and most compilations of their layers: all layers of one window and all batches share one."""
-
-
-def packed(rows: int, length: int, seed: int) -> PackedBatch:
-    """Rows of three documents, then padding."""
-    sizes = [length // 2, length // 8, length // 4]
-    padding = length - sum(sizes)
-    document = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor([*sizes, padding]))
-    position = torch.cat([*(torch.arange(n) for n in sizes), torch.zeros(padding, dtype=torch.long)])
-    token = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
-    written = (document >= 0) & (position > 1)
-    return PackedBatch(token, *(x.repeat(rows, 1) for x in (position, document, written)))
 
 
 def models(kind: str, device: torch.device) -> tuple[Decoder, Head]:
@@ -51,7 +40,7 @@ def models(kind: str, device: torch.device) -> tuple[Decoder, Head]:
 
 def loss_and_gradients(target: Decoder, head: Head, seed: int) -> tuple[DraftLoss, dict[str, Tensor | None]]:
     """The loss of one batch, and its gradients."""
-    host, device = packed(2, 64, seed), target.embedding.device
+    host, device = packed(2, 64, VOCAB, seed), target.embedding.device
     anchors = choose_anchors(host, 9, torch.Generator().manual_seed(seed))
     batch, drafts = host.to(device), lay_out(host, *anchors, head.head_config).to(device)
     with torch.no_grad():

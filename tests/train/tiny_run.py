@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from jetspec.config import EngineConfig
+from jetspec.data.corpus import PackedBatch
 from jetspec.train.config import HeadShape, OptimizerConfig, TrainConfig
 from jetspec.train.trainer import Trainer
 from jetspec.types import SamplingParams
@@ -30,6 +31,17 @@ def write_answers(path: Path, count: int) -> Path:
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps({"spans": [[2, 26]], **row}) + "\n" for row in rows))
     return path
+
+
+def packed(rows: int, length: int, vocab: int, seed: int = 4) -> PackedBatch:
+    """Rows of three documents, then padding."""
+    sizes = [length // 2, length // 8, length // 4]
+    padding = length - sum(sizes)
+    document = torch.repeat_interleave(torch.tensor([0, 1, 2, -1]), torch.tensor([*sizes, padding]))
+    position = torch.cat([*(torch.arange(n) for n in sizes), torch.zeros(padding, dtype=torch.long)])
+    token = torch.randint(3, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+    written = (document >= 0) & (position > 1)
+    return PackedBatch(token, *(x.repeat(rows, 1) for x in (position, document, written)))
 
 
 def recipe(answers: Path, out: Path, **changes: object) -> TrainConfig:
