@@ -17,7 +17,7 @@ from torch import Tensor
 from jetspec.config import EAGLE3_DEPTH, MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
-from jetspec.models.families import MAX_LAYERS, Fields
+from jetspec.models.families import MAX_LAYERS
 from jetspec.models.head_folder import (
     HeadFormat,
     HeadKeys,
@@ -73,23 +73,22 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
         inner = HeadKeys(("transformer_layer_config.", table(raw, "transformer_layer_config")))
         keys, own = HeadKeys(("", raw)), HeadKeys(("eagle_config.", table(raw, "eagle_config")))
         layers = _layer_config(inner if is_speculators else keys)
-        outer = Fields(keys)
-        target_hidden_size = outer.size("target_hidden_size", layers.hidden_size)
-        num_target_layers = outer.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+        target_hidden_size = keys.size("target_hidden_size", layers.hidden_size)
+        num_target_layers = keys.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
         config = Eagle3Config(
             layers=layers,
             tap_layers=_tap_layers(keys, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
-            draft_vocab_size=outer.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
-            depth=Fields(own).integer("ttt_length", 1, MAX_DEPTH, EAGLE3_DEPTH),
+            draft_vocab_size=keys.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
+            depth=own.integer("ttt_length", 1, MAX_DEPTH, EAGLE3_DEPTH),
             target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
             num_target_layers=num_target_layers,
-            norm_before_residual=outer.flag("norm_before_residual"),
-            norm_taps=outer.flag("norm_before_fc"),
-            norm_each_tap=outer.flag("fc_norm"),
-            norm_output=outer.flag("norm_output"),
+            norm_before_residual=keys.flag("norm_before_residual"),
+            norm_taps=keys.flag("norm_before_fc"),
+            norm_each_tap=keys.flag("fc_norm"),
+            norm_output=keys.flag("norm_output"),
             last_tap=read_last_tap(keys),
         )
-        if not all(Fields(each).flag("use_aux_hidden_state", True) for each in (keys, own)):
+        if not all(each.flag("use_aux_hidden_state", True) for each in (keys, own)):
             raise ValueError("use_aux_hidden_state false is not supported")
         for each in (keys, own, inner):
             each.refuse_unread()

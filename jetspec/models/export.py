@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,7 +43,6 @@ ChainKind = Literal["dflash", "dspark", "dflash2"]
 NAMED: dict[ChainKind, str] = {"dflash": "DFlash", "dspark": "DSpark", "dflash2": "DFlash2"}
 SPECULATORS = {"dflash": "DFlashSpeculator", "dspark": "DSparkDraftModel", "dflash2": "DFlash2DraftModel"}
 """Architectures in that library's config."""
-ENGINES: tuple[Engine, ...] = get_args(Engine)
 PICKLES = "pytorch_model*.bin"
 GENERATION_FILE = "generation_config.json"
 TARGET_FILES = (CONFIG_FILE, WEIGHTS_FILE, GENERATION_FILE, *TOKENIZER_FILES)

@@ -104,13 +104,14 @@ SWITCHES = ("mlp_bias", "enable_confidence_head", "enable_hidden_correction")
 """Keys that change nothing where they are false."""
 
 
-class HeadKeys(Mapping[str, Any]):
+class HeadKeys(Fields, Mapping[str, Any]):
     """Keys of one or more tables of a config.json, the first table first, with a record of those that were read.
 
     A key without a value counts as absent. Tables inside are such keys again.
     """
 
     def __init__(self, *tables: tuple[str, Mapping[str, Any]]) -> None:
+        super().__init__(self)
         self.tables = tables
         self.read: set[str] = set()
         self.inner: dict[str, HeadKeys] = {}
@@ -326,7 +327,9 @@ class HeadFormat(ABC, Generic[C, H]):
             why = nested_head(folder) or f"it needs a {CONFIG_FILE} that names DFlashDraftModel"
             raise ValueError(f"{folder} is not a draft head: {why}")
         if kind not in self.kinds:
-            raise ValueError(refusal(folder, kind))
+            raise ValueError(
+                f"{folder} is a head of kind {kind}, which is not supported; `jetspec heads` lists those that are"
+            )
         with errors_name(folder if folder.is_file() else folder / CONFIG_FILE):
             return self.parse(raw_config(folder))
 
@@ -407,10 +410,6 @@ class HeadFormat(ABC, Generic[C, H]):
         if outside := [i for i in head.tap_layers if not 0 <= i < end]:
             problems.append(f"it taps layer {outside[0]}, the target has layers 0 to {target.num_layers - 1}")
         return problems
-
-
-def refusal(path: Path, kind: str) -> str:
-    return f"{path} is a head of kind {kind}, which is not supported; `jetspec heads` lists those that are"
 
 
 def read_last_tap(keys: HeadKeys) -> LastTap | None:

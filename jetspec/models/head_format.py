@@ -244,71 +244,68 @@ def _layers_config(keys: HeadKeys) -> DecoderConfig:
     changes: dict[str, Any] = {"model_type": "qwen3"}
     if isinstance(kinds := keys.get("layer_types"), list):
         changes["use_sliding_window"] = is_windowed = any(kind != "full_attention" for kind in kinds)
-        changes["sliding_window"] = Fields(keys).size("sliding_window") if is_windowed else None
+        changes["sliding_window"] = keys.size("sliding_window") if is_windowed else None
     return replace(keys.layers(changes), tied_embedding=False)
 
 
 def _read_published(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadConfig:
     """Reads the layouts of authors: layers are counted by their outputs, from 0."""
-    c, is_anchor_first = Fields(keys), "DSpark" in kind
     for key in ("rope_is_neox_style", "is_neox_style"):
-        if not c.flag(key, True):
+        if not keys.flag(key, True):
             raise ValueError(f"{key} false is not supported")
-    if keys.get("swa_window_size") not in (None, next(filter(None, layers.windows), None)) or c.flag("use_swa"):
+    if keys.get("swa_window_size") not in (None, next(filter(None, layers.windows), None)) or keys.flag("use_swa"):
         raise ValueError("swa_window_size and use_swa are not supported")
-    num_target_layers = c.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+    num_target_layers = keys.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
     tap_layers = _tap_layers(keys, "target_layer_ids", 0, layers.num_layers, num_target_layers)
     if num_target_layers is not None and num_target_layers <= max(tap_layers):  # some writers count the taps
         if num_target_layers != len(tap_layers):
             raise ValueError(f"num_target_layers is {num_target_layers}, but layer {max(tap_layers)} is tapped")
         num_target_layers = None
-    target_hidden_size = c.size("target_hidden_size", layers.hidden_size)
+    target_hidden_size = keys.size("target_hidden_size", layers.hidden_size)
     causal, shifted, last_tap = _flag(keys, CAUSAL), _flag(keys, SHIFTED), read_last_tap(keys)
     # Heads with all spellings of the flag were written by JetSpec, which taps the last layer itself.
     may_tap_last = num_target_layers in (None, 1 + max(tap_layers))
-    if last_tap is None and may_tap_last and all(keys.get(key) is not None for key in CAUSAL):
+    if last_tap is None and may_tap_last and all(key in keys for key in CAUSAL):
         last_tap = "raw"
-    scales = {key: c.real(key, 1e-6, 1e6) for key in ("output_multiplier", "logit_scale") if keys.get(key) is not None}
+    scales = {key: keys.real(key, 1e-6, 1e6) for key in ("output_multiplier", "logit_scale") if key in keys}
     return HeadConfig(
         layers=layers,
         tap_layers=tap_layers,
-        mask_token=c.integer("mask_token_id", 0, layers.vocab_size - 1),
-        block_size=c.integer("block_size", 2, MAX_BLOCK, 16),
+        mask_token=keys.integer("mask_token_id", 0, layers.vocab_size - 1),
+        block_size=keys.integer("block_size", 2, MAX_BLOCK, 16),
         causal=bool(causal),
         causal_windows=causal is None and any(layers.windows),
-        shifted=is_anchor_first if shifted is None else shifted,
+        shifted="DSpark" in kind if shifted is None else shifted,
         target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
         num_target_layers=num_target_layers,
-        embedding_scale=c.real("input_embedding_scale", 0, 1e6, 1.0),
+        embedding_scale=keys.real("input_embedding_scale", 0, 1e6, 1.0),
         output_scale=agreed(scales) or 1.0,
-        softcap=c.real("final_logit_softcapping", 0, 1e6, 0.0) or None,
-        draft_vocab_size=_draft_vocab_size(c, layers),
+        softcap=keys.real("final_logit_softcapping", 0, 1e6, 0.0) or None,
+        draft_vocab_size=_draft_vocab_size(keys, layers),
         last_tap=last_tap,
     )
 
 
 def _read_speculators(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadConfig:
     """Reads the layouts of speculators: the embedding counts as layer 0, layers without a window are never causal."""
-    c = Fields(keys)
-    if c.size("target_hidden_size", layers.hidden_size) != layers.hidden_size:
+    if keys.size("target_hidden_size", layers.hidden_size) != layers.hidden_size:
         raise ValueError("target_hidden_size differs from the head's hidden_size; that is not supported")
-    is_open = c.flag("sliding_window_non_causal", "dflash2" in kind)
+    is_open = keys.flag("sliding_window_non_causal", "dflash2" in kind)
     return HeadConfig(
         layers=layers,
         tap_layers=_tap_layers(keys, "aux_hidden_state_layer_ids", 1, layers.num_layers, None),
-        mask_token=c.integer("mask_token_id", 0, layers.vocab_size - 1),
-        block_size=c.integer("block_size", 2, MAX_BLOCK, 8),
+        mask_token=keys.integer("mask_token_id", 0, layers.vocab_size - 1),
+        block_size=keys.integer("block_size", 2, MAX_BLOCK, 8),
         causal=False,
         causal_windows=any(layers.windows) and not is_open,
-        shifted=c.flag("sample_from_anchor", "dspark" in kind),
-        draft_vocab_size=_draft_vocab_size(c, layers, default=32_000),
+        shifted=keys.flag("sample_from_anchor", "dspark" in kind),
+        draft_vocab_size=_draft_vocab_size(keys, layers, default=32_000),
         last_tap=read_last_tap(keys),
     )
 
 
 def _with_terms(kind: str, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
     """Reads what the kinds add to the backbone."""
-    c = Fields(keys)
     if kind == "DFlash" and keys.get("conv") is not None:
         own = Fields(table(keys, "conv"))
         config = replace(config, conv=ConvConfig(own.size("taps"), own.size("group")))
@@ -318,46 +315,46 @@ def _with_terms(kind: str, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
         term = EdgeConfig(e.size("rank"), e.flag("gate", True), e.real("gate_bias", -1e6, 1e6, 1.0), count)
         return replace(config, edge=term)
     if "DSpark" in kind or "dspark" in kind:
-        return _with_markov(c, keys, config)
+        return _with_markov(keys, config)
     if kind == "Domino":
-        rank, inner = c.size("emb_dim"), c.size("gru_hidden_dim")
-        first = 1 + c.integer("pure_draft_prefix_len", 0, MAX_BLOCK, 0)
+        rank, inner = keys.size("emb_dim"), keys.size("gru_hidden_dim")
+        first = 1 + keys.integer("pure_draft_prefix_len", 0, MAX_BLOCK, 0)
         return replace(config, path=PathConfig("gru", rank, inner, first))
     if "DFlash2" in kind or "dflash2" in kind:
-        edge_config = EdgeConfig(c.size("selector_rank", 256), True, 0.0, c.size("selector_top_k", 16))
-        conv = ConvConfig(c.size("conv_kernel_size", 2), c.size("conv_group_size", 16))
+        edge_config = EdgeConfig(keys.size("selector_rank", 256), True, 0.0, keys.size("selector_top_k", 16))
+        conv = ConvConfig(keys.size("conv_kernel_size", 2), keys.size("conv_group_size", 16))
         return replace(config, edge=edge_config, conv=conv)
     if "xpress" in kind:
-        rank = c.size("xpress_rank", 256)
-        return replace(config, path=PathConfig("mixed", rank, rank * c.size("xpress_mlp_ratio", 2)))
+        rank = keys.size("xpress_rank", 256)
+        return replace(config, path=PathConfig("mixed", rank, rank * keys.size("xpress_mlp_ratio", 2)))
     if kind == "DFly":
-        if not c.flag("enable_hidden_correction"):
+        if not keys.flag("enable_hidden_correction"):
             return replace(config, fused_taps=True)
         size = config.layers.hidden_size
-        inner = c.size("hidden_correction_intermediate_size", size)
+        inner = keys.size("hidden_correction_intermediate_size", size)
         return replace(config, fused_taps=True, path=PathConfig("corrected", size, inner))
     return config
 
 
-def _with_markov(c: Fields, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
+def _with_markov(keys: HeadKeys, config: HeadConfig) -> HeadConfig:
     """Reads the Markov and confidence heads of DSpark."""
-    rank, kind = c.integer("markov_rank", 0, MAX_VOCAB, 0), keys.get("markov_head_type", "vanilla")
+    rank, kind = keys.integer("markov_rank", 0, MAX_VOCAB, 0), keys.get("markov_head_type", "vanilla")
     if rank and kind not in ("vanilla", "gated", "rnn"):
         raise ValueError(f"markov_head_type {kind!r} is not supported; choose one of vanilla, gated, rnn")
     if rank and kind == "vanilla":
         config = replace(config, edge=EdgeConfig(rank, gate=False, gate_bias=1.0))
     elif rank:
         config = replace(config, path=PathConfig("gated" if kind == "gated" else "recurrent", rank))
-    with_parent = c.flag("confidence_head_with_markov", bool(rank))
-    if c.flag("enable_confidence_head"):
+    with_parent = keys.flag("confidence_head_with_markov", bool(rank))
+    if keys.flag("enable_confidence_head"):
         if with_parent and not rank:
             raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
         config = replace(config, confidence="state_and_parent" if with_parent else "state")
     return config
 
 
-def _draft_vocab_size(c: Fields, layers: DecoderConfig, default: int | None = None) -> int | None:
-    size = c.integer("draft_vocab_size", 1, layers.vocab_size, default or layers.vocab_size)
+def _draft_vocab_size(keys: HeadKeys, layers: DecoderConfig, default: int | None = None) -> int | None:
+    size = keys.integer("draft_vocab_size", 1, layers.vocab_size, default or layers.vocab_size)
     return None if size == layers.vocab_size else size
 
 

@@ -30,11 +30,6 @@ def whole(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
-def local(x: Tensor) -> Tensor:
-    """The shard of this process."""
-    return x.to_local() if isinstance(x, DTensor) else x
-
-
 def split_like(x: Tensor, other: Tensor) -> Tensor:
     """A whole tensor, sharded like another one."""
     x = x.to(other.device)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from jetspec.capture import GraphPool
 from jetspec.config import TreeConfig
@@ -33,7 +34,7 @@ from jetspec.train.evaluate import is_greedy, score_head
 from jetspec.train.log import RunLog, Throughput, TimeLimit, was_written
 from jetspec.train.loss import DraftLoss, HeadWithLoss, Metrics
 from jetspec.train.optimizer import lr_frac, make_optimizers
-from jetspec.train.parallel import frozen_copy, local, shard
+from jetspec.train.parallel import frozen_copy, shard
 from jetspec.train.passes import Passes
 
 MicroBatch = tuple[PackedBatch, list[Drafts]]
@@ -298,7 +299,7 @@ class Trainer:
                 parameter.grad = torch.zeros_like(parameter)
             if self.world > 1 and not isinstance(self.model, FSDPModule):
                 dist.all_reduce(parameter.grad)
-            grads.append(local(parameter.grad))
+            grads.append(parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad)
         torch._foreach_div_(grads, weight_sum.to(grads[0].dtype))
 
     def _due(self, every: int) -> bool:

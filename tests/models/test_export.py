@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from jetspec.commands.app import app
 from jetspec.models.decoder import RopeConfig
 from jetspec.models.draft_head import EdgeConfig, HeadConfig
 from jetspec.models.eagle3_format import EAGLE3
-from jetspec.models.export import ENGINES, Engine, chain_head, chain_kind, check_export, export_head
+from jetspec.models.export import Engine, chain_head, chain_kind, check_export, export_head
 from jetspec.models.head_format import load_head, save_head
 from jetspec.models.heads import load_any_head
 from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
@@ -31,7 +32,7 @@ from tests.models.test_weights import Bomb
 REFUSED = {"shifted": "slots", "adapter": "adapts", "convolved": "convolutions"}
 YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)
 
-each_engine = pytest.mark.parametrize("engine", ENGINES)
+each_engine = pytest.mark.parametrize("engine", get_args(Engine))
 each_head = pytest.mark.parametrize("name", HEADS)
 
 

@@ -148,41 +148,6 @@ def test_half_precision_does_not_begin_a_norm() -> None:
     assert residual.scaled is None and torch.equal(residual.x, total)
 
 
-def vector_problem(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str) -> list[Tensor | None]:
-    torch.manual_seed(outputs)
-    made = [torch.randn(shape) for shape in ((1, inputs), (inputs,), (outputs, inputs), (1, outputs))]
-    made[2] *= inputs**-0.5
-    made = [tensor.to(device, dtype) for tensor in made]
-    bias = torch.randn(outputs).to(device, dtype) if biased else None
-    return [*made, bias]
-
-
-def compare_vector(outputs: int, inputs: int, biased: bool, dtype: torch.dtype, device: str, tolerance: float) -> None:
-    x, norm, weight, total, bias = vector_problem(outputs, inputs, biased, dtype, device)
-    assert x is not None and norm is not None and weight is not None and total is not None
-
-    def run() -> list[Tensor]:
-        return [
-            linear(x, weight, bias),
-            norm_linear(Residual(x), norm, EPS, weight, bias),
-            norm_swiglu(Residual(x), norm, EPS, weight, bias),
-            add_linear(total.clone(), x, weight, bias).x,
-        ]
-
-    with force("triton"):
-        got = run()
-    with force("reference"):
-        want = run()
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
-
-
-@pytest.mark.parametrize(("outputs", "inputs"), [(24, 40), (10, 1024), (36, 1500), (2, 3), (6, 9000)])
-@pytest.mark.parametrize("biased", [True, False])
-def test_kernel_of_a_single_row(interpreter: Executor, outputs: int, inputs: int, biased: bool) -> None:
-    interpreter.submit(compare_vector, outputs, inputs, biased, torch.float32, "cpu", 1e-5).result()
-
-
 def compare_rows(
     rows: int, size: int, inner: int, biased: bool, dtype: torch.dtype, device: str, kernel: Any = None
 ) -> None:
@@ -209,7 +174,7 @@ def compare_rows(
         residual, got = run(kernel or front)
     with force("reference"):
         _, want = run(front)
-    if kernel or (rows <= 128 and size * dtype.itemsize % 16 == 0):
+    if kernel or (1 < rows <= 128 and size * dtype.itemsize % 16 == 0):
         assert residual.squares is not None and residual.squares.shape[1] == rows
     else:
         assert residual.squares is None
@@ -218,36 +183,40 @@ def compare_rows(
         torch.testing.assert_close(a, b, atol=4 * tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("rows", "size", "inner"), [(2, 40, 96), (16, 72, 40), (33, 64, 300), (128, 32, 64)])
+ONE_ROW = [(1, *sizes) for sizes in ((24, 40), (10, 1024), (36, 1500), (2, 3), (6, 9000), (9000, 2))]
+"""Long rows among them."""
+
+
+@pytest.mark.parametrize(("rows", "size", "inner"), [*ONE_ROW, (2, 40, 96), (16, 72, 40), (33, 64, 300), (128, 32, 64)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernel_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner: int, biased: bool) -> None:
     interpreter.submit(compare_rows, rows, size, inner, biased, torch.float32, "cpu").result()
 
 
-def compare_sizes(rows: int, size: int, inner: int) -> None:
-    """The first product's weight is small, the second's is not."""
+def compare_patched(name: str, value: Any, rows: int, size: int, inner: int) -> None:
+    """With another value of a name of a module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "SMALL_WEIGHT_BYTES", size * inner * 4)
+        patch.setattr(name, value)
         compare_rows(rows, size, inner, True, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("rows", [64, 65, 129])
 def test_any_product_finishes_a_norm_that_was_begun(interpreter: Executor, rows: int) -> None:
-    interpreter.submit(compare_sizes, rows, 40, 24).result()
-
-
-def compare_tiles(rows: int, size: int, inner: int, half: bool) -> None:
-    module = importlib.import_module("jetspec.ops.linear_triton")
-    tiles = module.RowTiles(max(16, min(rows, 32)), 32, half, 16, num_warps=4, num_stages=2)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "choose_row_tiles", lambda *_: tiles)
-        compare_rows(rows, size, inner, True, torch.float32, "cpu")
+    """The first product's weight is small, the second's is not."""
+    name = "jetspec.ops.layouts.SMALL_WEIGHT_BYTES"
+    interpreter.submit(compare_patched, name, 40 * 24 * 4, rows, 40, 24).result()
 
 
 @pytest.mark.parametrize(("rows", "size", "inner"), [(16, 72, 40), (64, 100, 152)])
 @pytest.mark.parametrize("half", [True, False])
 def test_tiles_of_a_few_rows(interpreter: Executor, rows: int, size: int, inner: int, half: bool) -> None:
-    interpreter.submit(compare_tiles, rows, size, inner, half).result()
+    tiles = (max(16, min(rows, 32)), 32, half, 16, 4, 2)
+    interpreter.submit(compare_tiles, tiles, rows, size, inner).result()
+
+
+def compare_tiles(tiles: tuple[Any, ...], *sizes: int) -> None:
+    module = importlib.import_module("jetspec.ops.linear_triton")
+    compare_patched("jetspec.ops.linear_triton.choose_row_tiles", lambda *_: module.RowTiles(*tiles), *sizes)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -272,6 +241,8 @@ REGISTER_SHAPES = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024,
 @pytest.mark.parametrize(
     ("rows", "size", "inner"),
     [
+        (1, 4096, 12288),
+        (1, 576, 960),
         (16, 4096, 12288),
         (63, 4096, 4096),
         (5, 20, 8),
@@ -282,6 +253,8 @@ REGISTER_SHAPES = [(64, 576, 1536), (48, 576, 1408), (16, 576, 2880), (33, 1024,
 @pytest.mark.parametrize("biased", [True, False])
 def test_kernel_of_a_few_rows_on_a_gpu(rows: int, size: int, inner: int, biased: bool) -> None:
     compare_rows(rows, size, inner, biased, torch.bfloat16, "cuda")
+    if rows == 1:
+        compare_rows(rows, size, inner, biased, torch.float32, "cuda")
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -423,10 +396,3 @@ def test_warp_specialized_kernel_on_a_gpu(rows: int, size: int, inner: int, bias
         got = start(residual, norm, EPS, second, second_bias)
         off = 6 * tolerance  # what a norm rounds is multiplied by a gate
         torch.testing.assert_close(got.float(), expected, atol=off, rtol=2 * tolerance)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (960, 576), (4096, 12288)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2**-6)])
-def test_kernel_on_a_gpu(outputs: int, inputs: int, dtype: torch.dtype, tolerance: float) -> None:
-    compare_vector(outputs, inputs, False, dtype, "cuda", tolerance)

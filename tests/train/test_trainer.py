@@ -343,7 +343,8 @@ def write_recipe(folder: Path, answers: Path, more: str = "") -> tuple[Path, Pat
 
 
 def test_folder_holds_one_run_at_a_time(answers: Path, tmp_path: Path) -> None:
-    file, out = write_recipe(tmp_path, answers)
+    out, file = tmp_path / "out", tmp_path / "recipe.yaml"
+    file.write_text(f"data: [{answers}]\nout: {out}\n")
     with claimed(out), pytest.raises(ValueError, match=str(out)):
         train_recipe(file, (), fresh=True, dry_run=False)
     for left in (out / "checkpoints" / ".writing-7", out / ".head.7.new", out / ".head.7.old", out / "head"):
