@@ -209,8 +209,9 @@ class Eagle3Head(EngineHead):
             token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), growing.width, temperature_B11)
             if not level:
                 logprob_BWK = logprob_BWK.masked_fill((layout.cached_len_B == 0)[:, None, None], -torch.inf)
-            parent_BW = growing.extend(token_BWK, logprob_BWK)
-            hidden_BWM, mask_BWw = _rows(hidden_TM.unflatten(0, (B, W)), parent_BW), _rows(mask_BWw, parent_BW)
+            parent_BW1 = growing.extend(token_BWK, logprob_BWK)[..., None]
+            hidden_BWM = hidden_TM.unflatten(0, (B, W)).take_along_dim(parent_BW1, 1)
+            mask_BWw = mask_BWw.take_along_dim(parent_BW1, 1)
             first += W
         return growing
 
@@ -252,7 +253,7 @@ class Eagle3Head(EngineHead):
         # The first row of a text gets another text's feature; it is masked.
         before = self.fuse(tap).to(self.norm.weight.dtype).roll(1, -2)
         k, v = self._keys(embedded, before, self.rope(position))
-        hidden, at = _rows(before, anchor), position.gather(-1, anchor)
+        hidden, at = before.take_along_dim(anchor[..., None], -2), position.gather(-1, anchor)
         steps = torch.arange(drafted.shape[-2], device=at.device)
         # Keys of the chain so far, newest first, padded to a fixed shape.
         shape = (*anchor.shape, len(steps) - 1, *k.shape[-2:])
@@ -304,8 +305,3 @@ def slots_before(batch: TreeBatch) -> Tensor:
 def _push(own: Tensor, new: Tensor) -> Tensor:
     """Prepends an entry and drops the last one."""
     return torch.cat((new.unsqueeze(-3), own[..., :-1, :, :]), -3)
-
-
-def _rows(x: Tensor, index: Tensor) -> Tensor:
-    """Gathers rows (.., W, X) of (.., N, X) by index (.., W)."""
-    return x.gather(-2, index[..., None].expand(*index.shape, x.shape[-1]))

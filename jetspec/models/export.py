@@ -110,17 +110,17 @@ def chain_kind(config: HeadConfig, engine: Engine) -> ChainKind:
 
 def chain_head(head: DraftHead, kind: ChainKind) -> DraftHead:
     """Returns a head as an engine runs it; most weights are shared."""
-    config, state = head.head_config, head.state_dict()
-    if config.edge is None:
+    config, state, edge = head.head_config, head.state_dict(), head.head_config.edge
+    if edge is None:
         return head
     if kind == "dflash":
         config = replace(config, edge=None)
         state = {name: value for name, value in state.items() if not name.startswith("edge.")}
     elif kind == "dspark":
-        state["edge.successor"] = state["edge.successor"] * config.edge.gate_bias
-        config = replace(config, edge=replace(config.edge, gate_bias=1.0))
+        state["edge.successor"] = state["edge.successor"] * edge.gate_bias
+        config = replace(config, edge=replace(edge, gate_bias=1.0))
     else:
-        config = replace(config, edge=replace(config.edge, candidates=config.edge.candidates or 16))
+        config = replace(config, edge=replace(edge, candidates=edge.candidates or 16))
     if kind == "dflash2" and config.conv is None:  # without effect until it is trained
         config = replace(config, conv=ConvConfig(group=math.gcd(ConvConfig.group, config.layers.hidden_size)))
         made = DraftHead(config)
@@ -133,27 +133,20 @@ def chain_head(head: DraftHead, kind: ChainKind) -> DraftHead:
 
 def refusals(config: HeadConfig, engine: Engine, target: str | None) -> list[str]:
     """Returns the reasons why an engine cannot run a head."""
-    problems = []
-    if config.shifted and chain_kind(config, engine) != "dspark":
-        problems.append("its slots predict the next position")
-    if config.path or (config.conv and chain_kind(config, engine) != "dflash2"):
-        problems.append("it has terms or convolutions that cannot be left out")
-    if config.draft_vocab_size or config.fused_taps or config.last_tap:
-        problems.append("it has a reduced vocabulary, or taps of its own form")
-    if (config.embedding_scale, config.output_scale, config.softcap) != (1, 1, None):
-        problems.append("it scales embeddings or logits")
-    if config.target_hidden_size is not None:
-        problems.append("it adapts the size of the target's states")
-    if engine == "speculators":
-        if config.causal_windows:
-            problems.append("only some of its layers are causal")
-        if config.causal and None in config.layers.distinct_windows:
-            problems.append(
-                "it has causal layers without a window, in which speculators lets slots attend to later ones"
-            )
-        if target is None:
-            problems.append("the format names the target; give --target")
-    return problems
+    kind, is_speculators = chain_kind(config, engine), engine == "speculators"
+    has_own_taps = config.fused_taps or config.last_tap
+    opens_layers = is_speculators and config.causal and None in config.layers.distinct_windows
+    problems = {
+        "its slots predict the next position": config.shifted and kind != "dspark",
+        "it has terms or convolutions that cannot be left out": config.path or (config.conv and kind != "dflash2"),
+        "it has a reduced vocabulary, or taps of its own form": config.draft_vocab_size or has_own_taps,
+        "it scales embeddings or logits": (config.embedding_scale, config.output_scale, config.softcap) != (1, 1, None),
+        "it adapts the size of the target's states": config.target_hidden_size is not None,
+        "only some of its layers are causal": is_speculators and config.causal_windows,
+        "it has causal layers without a window, in which speculators lets slots attend to later ones": opens_layers,
+        "the format names the target; give --target": is_speculators and target is None,
+    }
+    return [words for words, holds in problems.items() if holds]
 
 
 def write_chain_config(config: HeadConfig, engine: Engine, dtype: torch.dtype, target: str | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ pairs of a depth and a parent; index P is "no parent". Partial maxima and sums a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -337,8 +337,11 @@ def best_logprob_triton(
         *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
     )
     grid, numbers = (chunks, blocks, B), (V, span, _stride(temperature_B))
-    options = {"sizes": Sizes(D, P, R, ranks, depths, parents, tile), "num_warps": num_warps(depths * parents)}
-    options["num_stages"] = num_stages(ranks, itemsize)
+    options: dict[str, Any] = {"sizes": Sizes(D, P, R, ranks, depths, parents, tile)}
+    # On Hopper, four warps feed 64 rows to the tensor cores.
+    options["num_warps"] = 8 if depths * parents >= 128 else 4
+    # Tiles in flight, as many as fit into the smallest GPUs, where fp32 numbers are split into several parts.
+    options["num_stages"] = 3 if ranks * itemsize <= 128 else 2 if itemsize == 2 else 1
     launch(_children_kernel, grid, inputs, top_BCDQ, total_BCDQ, None, None, *numbers, **options)
     sums = top_BCDQ, total_BCDQ, lse_QBD, chunks
     launch(_sum_kernel, (P + 1, D, B), *sums, CHUNKS=triton.next_power_of_2(chunks))
@@ -356,17 +359,6 @@ def num_depths(D: int, parents: int, ranks: int, itemsize: int) -> int:
     `_rows`."""
     rows = min(max(16, PARENT_BYTES // (ranks * itemsize)), MAX_PARENTS)
     return max(2, min(triton.cdiv(rows, parents), triton.next_power_of_2(D)))
-
-
-def num_warps(rows: int) -> int:
-    """Return the warps per program: on Hopper, four warps feed 64 rows to the tensor cores."""
-    return 8 if rows >= 128 else 4
-
-
-def num_stages(ranks: int, itemsize: int) -> int:
-    """Return the tiles in flight. Bounded by the shared memory of the smallest GPUs, where fp32 numbers are split into
-    several parts."""
-    return 3 if ranks * itemsize <= 128 else 2 if itemsize == 2 else 1
 
 
 def _stride(temperature_B: Tensor | None) -> int:

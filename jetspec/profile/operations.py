@@ -105,9 +105,7 @@ class Inputs:
         page_BP[:, :used] = torch.randperm(self.B * used, generator=self.generator, device=device).view(self.B, used)
         length_B = torch.full((self.B,), context, device=device)
         start_B1 = torch.arange(self.B + 1, device=device) * self.N
-        index_BN = length_B[:, None] + torch.arange(self.N, device=device)
-        slot_BN = page_BP.gather(1, index_BN // PAGE_SIZE) * PAGE_SIZE + index_BN % PAGE_SIZE
-        position_BN = length_B[:, None] + drafted.depth_BN
+        *_, position_BN, slot_BN = ops.place(page_BP, length_B, self.anchor_B, drafted.depth_BN, PAGE_SIZE)
         layout = BatchLayout(page_BP, length_B, start_B1, PAGE_SIZE, self.N)
         tokens = drafted.token_BN.flatten()
         return TreeBatch(tokens, position_BN.flatten(), slot_BN.flatten(), layout, drafted.ancestor_BNW)

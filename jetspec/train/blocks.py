@@ -135,12 +135,7 @@ def lay_out(
 def share_teachers(source_P: Tensor, chunk: int, multiple: int) -> tuple[Tensor, Tensor]:
     """Deduplicates sorted sources: those of each chunk once, padded to a multiple of `multiple`, and for every source
     its index in its chunk."""
-    chunk_P = torch.arange(len(source_P)) // chunk
-    is_new = torch.ones_like(source_P, dtype=torch.bool)
-    is_new[1:] = (source_P[1:] != source_P[:-1]) | (chunk_P[1:] != chunk_P[:-1])
-    number_P = is_new.long().cumsum(0) - 1
-    place_P = number_P - number_P[chunk_P * chunk]
-    most = int(place_P.max()) + 1 if len(place_P) else 1
-    teacher_CS = source_P.new_zeros(math.ceil(len(source_P) / chunk), math.ceil(most / multiple) * multiple)
-    teacher_CS[chunk_P, place_P] = source_P
-    return teacher_CS, place_P
+    found = [part_P.unique_consecutive(return_inverse=True) for part_P in source_P.split(chunk)]
+    teacher_CS = nn.utils.rnn.pad_sequence([teacher_S for teacher_S, _ in found], batch_first=True)
+    padding = -teacher_CS.shape[1] % multiple
+    return nn.functional.pad(teacher_CS, (0, padding)), torch.cat([place_P for _, place_P in found])

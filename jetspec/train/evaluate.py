@@ -24,7 +24,7 @@ from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.heads import Head
 from jetspec.ops.select import force
 from jetspec.progress import progress_bar
-from jetspec.tree import DraftTree
+from jetspec.tree import DraftTree, walk
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
 RANKS = (1, 2, 4, 8, 16)
@@ -342,14 +342,8 @@ def next_tokens(token_T: Tensor, anchor_B: Tensor, end_B: Tensor, depth: int) ->
 
 def follow(tree: DraftTree, next_BD: Tensor) -> Tensor:
     """Length of the longest path of each tree that equals the next tokens, (B)."""
-    node_B = length_B = torch.zeros_like(next_BD[:, 0])
-    for depth in range(1, tree.max_depth + 1):
-        child_BN = (tree.parent_BN == node_B[:, None]) & (tree.token_BN == next_BD[:, depth - 1, None])
-        child_BN &= tree.depth_BN == depth
-        found_B = child_BN.any(1)
-        node_B = torch.where(found_B, child_BN.int().argmax(1), node_B)
-        length_B = length_B + found_B
-    return length_B
+    next_BN = F.pad(next_BD, (0, 1), value=BEYOND).gather(1, tree.depth_BN)
+    return walk(tree, next_BN).length_B
 
 
 def rounds_of(accepted: Sequence[int]) -> Iterator[int]:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from jetspec.models.decoder import filled, on_meta
 from jetspec.models.heads import Head
 
 
@@ -45,8 +46,5 @@ def frozen_copy(head: H, dtype: torch.dtype) -> H:
     def copied(x: Tensor) -> Tensor:
         return whole(x.detach()).to(dtype if x.is_floating_point() else x.dtype, copy=True)
 
-    with torch.device("meta"):
-        copy = type(head)(head.head_config)  # type: ignore[arg-type]
-    copy.load_state_dict({name: copied(x) for name, x in head.state_dict().items()}, assign=True)
-    copy.to(head.inv_freq.device).requires_grad_(False).eval()
-    return copy
+    state = {name: copied(x) for name, x in head.state_dict().items()}
+    return filled(on_meta(type(head), head.head_config), state, head.inv_freq.device)

@@ -55,13 +55,15 @@ def random_head(config: HeadConfig, seed: int = 0) -> DraftHead:
 
 
 class Embedder:
-    """Random embedding and output matrix of a target."""
+    """Embedding and output matrix of a target, by default one random matrix."""
 
-    def __init__(self, seed: int = 1) -> None:
-        self.matrix = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, embedding: Tensor | None = None, matrix: Tensor | None = None) -> None:
+        random = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
+        self.embedding = random if embedding is None else embedding
+        self.matrix = random if matrix is None else matrix
 
     def embed(self, token: Tensor) -> Tensor:
-        return self.matrix[token]
+        return self.embedding[token]
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.matrix.T

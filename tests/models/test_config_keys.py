@@ -209,7 +209,7 @@ def result(folder: Path, is_eagle3: bool) -> list[Tensor]:
     head = load_any_head(folder, eagle3.TARGET if is_eagle3 else TARGET)
     numbers = [torch.tensor([*head.head_config.tap_layers, head.head_config.depth]).float()]
     if isinstance(head, DraftHead):
-        states, rows = draft_along(head, Embedder(), TEXT, TAP, 12)  # type: ignore[arg-type]
+        states, rows = draft_along(head, Embedder(), TEXT, TAP, 12)
         return [*numbers, states, *rows]
     position, random = torch.arange(12)[None], torch.Generator().manual_seed(0)
     embedded, tap, drafted = (torch.randn(1, *shape, generator=random) for shape in ((12, 16), (12, 48), (2, 3, 16)))

@@ -213,7 +213,7 @@ def test_candidates_need_no_synchronisation(score: Score) -> None:
     """Rounds are captured as CUDA graphs; a meta tensor fails on any synchronisation."""
     head = random_head(replace(CAUSAL, edge=EdgeConfig(rank=4))).to("meta")
     target, hidden_BDM = Embedder(), torch.empty(2, 3, CAUSAL.layers.hidden_size, device="meta")
-    target.matrix = target.matrix.to("meta")
+    target.embedding, target.matrix = target.embedding.to("meta"), target.matrix.to("meta")
     root_B, temperature_B = torch.empty(2, dtype=torch.long, device="meta"), torch.ones(2, device="meta")
     found = head.candidates(hidden_BDM, root_B, target, TreeConfig(score=score, shortlist=9), temperature_B)
     assert found.token_BDC.shape == (2, 3, 9)

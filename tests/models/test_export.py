@@ -22,13 +22,18 @@ from jetspec.models.eagle3_format import EAGLE3
 from jetspec.models.export import Engine, chain_head, chain_kind, check_export, export_head
 from jetspec.models.head_format import load_head, save_head
 from jetspec.models.heads import load_any_head
-from tests.models.head_paged import CAUSAL, HEADS, LAYERS, random_head
+from tests.models.head_paged import CAUSAL, LAYERS, random_head
+from tests.models.head_paged import HEADS as ALL_HEADS
 from tests.models.peers import TAPS, Peer
 from tests.models.test_eagle3_format import PLAIN, TARGET, random_eagle3
 from tests.models.test_head_format import Json, Tensors, edit_config
 from tests.models.test_published_heads import assert_equal_to
 from tests.models.test_weights import Bomb
 
+HEADS = ALL_HEADS | {
+    "dspark": replace(CAUSAL, causal=False, edge=EdgeConfig(6, False, 0.5), shifted=True),
+    "dflash2": replace(CAUSAL, causal=False, edge=EdgeConfig(6, True, 0.0)),
+}
 REFUSED = {"shifted": "slots", "adapter": "adapts", "convolved": "convolutions"}
 YARN = RopeConfig(theta=1000.0, kind="yarn", factor=4.0, original_len=32)
 
@@ -52,6 +57,7 @@ def test_exported_head_is_read_back_or_refused(engine: Engine, name: str, tmp_pa
     chain = chain_head(head, chain_kind(config, engine))
     check_export(folder, engine, chain.head_config)
     again = load_head(folder)
+    assert (again.edge is not None) == (chain_kind(config, engine) != "dflash")
     assert again.state_dict().keys() == chain.state_dict().keys()
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), chain.parameters(), strict=True))
 
@@ -75,17 +81,6 @@ def test_speculators_own_module_computes_the_same(
     export_head(head, tmp_path, "speculators", torch.float32, "owner/target")
     peer = Peer.load(kind, tmp_path)
     assert_equal_to(peer, tmp_path, head if kind != "dflash2" else None)
-
-
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-@pytest.mark.parametrize(("edge", "shifted"), [(EdgeConfig(6, False, 0.5), True), (EdgeConfig(6, True, 0.0), False)])
-def test_edges_are_exported_in_the_layouts_of_authors(
-    edge: EdgeConfig, shifted: bool, engine: Engine, tmp_path: Path
-) -> None:
-    head = random_head(replace(CAUSAL, causal=False, edge=edge, shifted=shifted))
-    export_head(head, tmp_path, engine, torch.float32)
-    again, chain = load_head(tmp_path), chain_head(head, chain_kind(head.head_config, engine))
-    assert again.head_config == chain.head_config and again.edge is not None
 
 
 @pytest.mark.parametrize(

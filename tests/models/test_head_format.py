@@ -302,12 +302,6 @@ def test_mismatching_tensors_are_refused(name: str, folder: Path) -> None:
     assert words in message and str(folder) in message
 
 
-def test_description_of_a_head_with_an_unknown_key(folder: Path) -> None:
-    edit_config(folder, lambda c: c["dflash_config"].update(louder=2))
-    facts = describe(folder)
-    assert facts["head_kind"] == "DFlash" and "dflash_config.louder" in facts["problem"] and "format" not in facts
-
-
 @each_head
 def test_description(config: HeadConfig, tmp_path: Path) -> None:
     head = random_head(config)

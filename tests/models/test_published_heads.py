@@ -17,6 +17,7 @@ from jetspec.models.draft_head import DraftHead, HeadState
 from jetspec.models.head_format import BLOCK
 from jetspec.models.heads import load_any_head
 from jetspec.types import BatchLayout, KVPages, TreeBatch
+from tests.models.head_paged import Embedder
 from tests.models.peers import HIDDEN, TAPS, VOCAB, Peer, edit_config, to_authors_layout
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -59,26 +60,15 @@ PEERS: dict[str, dict[str, Any]] = {
 each_peer = pytest.mark.parametrize("settings", PEERS.values(), ids=PEERS.keys())
 
 
-class Target:
+def target_of(peer: Peer) -> Embedder:
     """Embedding and output matrix of a peer's target."""
-
-    def __init__(self, peer: Peer) -> None:
-        self.embedding = peer.model.embed_tokens.weight
-        self.matrix = torch.zeros(VOCAB, HIDDEN)
-        if peer.model.d2t is None:
-            self.matrix = peer.model.lm_head.weight
-
-    def embed(self, token: Tensor) -> Tensor:
-        return self.embedding[token]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.matrix.T
-
-    def output_rows(self, token: Tensor) -> Tensor:
-        return self.matrix[token]
+    matrix = torch.zeros(VOCAB, HIDDEN) if peer.model.d2t is not None else peer.model.lm_head.weight
+    return Embedder(peer.model.embed_tokens.weight, matrix)
 
 
-def draft_along(head: DraftHead, target: Target, text: Tensor, tap: Tensor, anchor: int) -> tuple[Tensor, list[Tensor]]:
+def draft_along(
+    head: DraftHead, target: Embedder, text: Tensor, tap: Tensor, anchor: int
+) -> tuple[Tensor, list[Tensor]]:
     """Returns the states of a block, and the log-probabilities of the children of each node along the text, (V) each,
     from a cache in which the text before the anchor was committed."""
     c, num_pages, page_size = head.config, 8, 8
@@ -111,7 +101,7 @@ def assert_equal_to(peer: Peer, folder: Path, head: DraftHead | None = None) -> 
     """A head, by default that of the folder, computes 20 blocks as a peer does, and drafts the same tokens."""
     head = head or BLOCK.load(folder)
     generator = torch.Generator().manual_seed(1)
-    target = Target(peer)
+    target = target_of(peer)
     for anchor in range(4, 24):
         text = torch.randint(VOCAB - 1, (32,), generator=generator)
         tap = torch.randn(32, len(TAPS) * HIDDEN, generator=generator)
@@ -193,7 +183,7 @@ def test_scales_of_dflash_are_applied(key: str, tmp_path: Path) -> None:
     peer = Peer.make("dflash")
     peer.save(tmp_path)
     to_authors_layout(tmp_path, "DFlashDraftModel", True, **{key: 2.0})
-    head, target = load_any_head(tmp_path), Target(peer)
+    head, target = load_any_head(tmp_path), target_of(peer)
     assert isinstance(head, DraftHead)
     if "embedding" in key:  # the target's own embedding stays
         target.embedding = target.embedding.clone()
@@ -240,7 +230,7 @@ def write_domino(folder: Path, shifted: bool = True, prefix: int = 1) -> tuple[P
 def test_domino_follows_its_formula(shifted: bool, prefix: int, tmp_path: Path) -> None:
     """The state of a GRU over the block's tokens, and an MLP of it and the slot's state."""
     peer, added = write_domino(tmp_path, shifted, prefix)
-    head, target = load_any_head(tmp_path), Target(peer)
+    head, target = load_any_head(tmp_path), target_of(peer)
     assert isinstance(head, DraftHead)
     gru = torch.nn.GRU(HIDDEN, 10, bias=False, batch_first=True).requires_grad_(False)
     gru.weight_ih_l0, gru.weight_hh_l0 = (
@@ -282,7 +272,7 @@ def write_dfly(folder: Path, corrected: bool = True) -> tuple[Peer, dict[str, Te
 def test_dfly_follows_its_formula(corrected: bool, tmp_path: Path) -> None:
     """Each layer adds its own mixture of the taps to its context, and an MLP corrects the state by the parent."""
     peer, added = write_dfly(tmp_path, corrected)
-    head, target, model = load_any_head(tmp_path), Target(peer), peer.model
+    head, target, model = load_any_head(tmp_path), target_of(peer), peer.model
     assert isinstance(head, DraftHead)
 
     fused = model.fc(TAP)

@@ -83,14 +83,9 @@ class Problem:
         return self
 
     def to(self, dtype: torch.dtype) -> Problem:
-        return replace(
-            self,
-            hidden=self.hidden.detach().to(dtype),
-            teacher=self.teacher.to(dtype),
-            lm_head=self.lm_head.to(dtype),
-            edge=None if self.edge is None else self.edge.detach().to(dtype),
-            successor=None if self.successor is None else self.successor.detach().to(dtype),
-        )
+        numbers = {name: getattr(self, name) for name in ("hidden", "teacher", "lm_head", "edge", "successor")}
+        changed: dict[str, Any] = {name: x if x is None else x.detach().to(dtype) for name, x in numbers.items()}
+        return replace(self, **changed)
 
     def solve(self, chunk: int = 1024, kernels: Kernels = "auto") -> DistillLoss:
         with force(kernels):
@@ -311,8 +306,7 @@ def test_many_small_chunks_add_up() -> None:
 
 
 def test_lowest_of_equal_tokens_is_best() -> None:
-    problem = tied()
-    assert problem.solve().hit_R.tolist() == [True, False]
+    assert tied().solve().hit_R.tolist() == [True, False]
 
 
 def tied() -> Problem:
