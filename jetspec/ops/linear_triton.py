@@ -239,11 +239,8 @@ class RowTiles(NamedTuple):
 
 
 def _plan_rows(x_TK: Tensor, weight: Tensor, outputs: int, gated: bool, adds: bool) -> RowTiles:
-    return choose_row_tiles(len(x_TK), outputs, gated, device_of(x_TK.device).multiprocessors, _widths(x_TK.device))
-
-
-def _widths(device: torch.device) -> list[tuple[int, bool]]:
-    return [width for width in WIDTHS if not width[1] or enabled("linear.half_tiles", device)]
+    widths = [width for width in WIDTHS if not width[1] or enabled("linear.half_tiles", x_TK.device)]
+    return choose_row_tiles(len(x_TK), outputs, gated, device_of(x_TK.device).multiprocessors, widths)
 
 
 def _launch_rows(tiles: RowTiles, x_TK: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue) -> None:
