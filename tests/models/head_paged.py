@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from jetspec import ops
 from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
@@ -84,23 +85,23 @@ class HeadPages:
         self.page_BP = order.view(num_rows, pages_per_row)
         self.lens = [0] * num_rows
 
-    def slots(self, row: int, position: Tensor) -> Tensor:
-        return self.page_BP[row, position // self.page_size] * self.page_size + position % self.page_size
+    def batch(self, token_BS: Tensor) -> TreeBatch:
+        """Tokens after each request's context."""
+        (rows, size), length_B = token_BS.shape, torch.tensor(self.lens)
+        depth_BS = torch.arange(size).expand(rows, -1)
+        *_, position_BS, slot_BS = ops.place(self.page_BP, length_B, torch.arange(rows), depth_BS, self.page_size)
+        layout = BatchLayout(self.page_BP, length_B, torch.arange(rows + 1) * size, self.page_size, size)
+        return TreeBatch(token_BS.flatten(), position_BS.flatten(), slot_BS.flatten(), layout, None)
 
     def observe(self, row: int, tap: Tensor) -> None:
         position = self.lens[row] + torch.arange(len(tap))
-        self.head.write_context(tap, position, self.slots(row, position), self.layers)
+        slot = self.page_BP[row, position // self.page_size] * self.page_size + position % self.page_size
+        self.head.write_context(tap, position, slot, self.layers)
         self.lens[row] += len(tap)
 
     def propose(self, token_BS: Tensor, target: Embedder) -> Tensor:
         """Runs blocks after each request's context."""
-        rows, size = token_BS.shape
-        position_BS = torch.tensor(self.lens)[:, None] + torch.arange(size)
-        slot_BS = torch.stack([self.slots(row, position) for row, position in enumerate(position_BS)])
-        starts = torch.arange(rows + 1) * size
-        layout = BatchLayout(self.page_BP, torch.tensor(self.lens), starts, self.page_size, size)
-        block = TreeBatch(token_BS.flatten(), position_BS.flatten(), slot_BS.flatten(), layout, None)
-        return self.head.propose(block, target, self.layers)
+        return self.head.propose(self.batch(token_BS), target, self.layers)
 
 
 def propose_densely(head: DraftHead, token_S: Tensor, tap: Tensor, target: Embedder) -> Tensor:

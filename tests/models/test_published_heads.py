@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ from jetspec.config import TreeConfig
 from jetspec.models.draft_head import DraftHead, HeadState
 from jetspec.models.head_format import BLOCK
 from jetspec.models.heads import load_any_head
-from jetspec.types import BatchLayout, KVPages, TreeBatch
-from tests.models.head_paged import Embedder
+from tests.models.head_paged import Embedder, HeadPages
 from tests.models.peers import HIDDEN, TAPS, VOCAB, Peer, edit_config, to_authors_layout
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -71,23 +69,14 @@ def draft_along(
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the states of a block, and the log-probabilities of the children of each node along the text, (V) each,
     from a cache in which the text before the anchor was committed."""
-    c, num_pages, page_size = head.config, 8, 8
-    shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
-    cache = [KVPages(torch.full(shape, 1e3), torch.full(shape, 1e3)) for _ in head.layers]
-    features = torch.zeros(num_pages * page_size, head.feature_size) if head.feature_size else None
-    state = HeadState(target, cache, features, None)
-    page_BP = torch.arange(num_pages)[None]
-
-    def batch(token: Tensor, start: int, cached: int) -> TreeBatch:
-        position = start + torch.arange(len(token))
-        layout = BatchLayout(page_BP, torch.tensor([cached]), torch.tensor([0, len(token)]), page_size, len(token))
-        return TreeBatch(token, position, position, layout, None)
-
-    head.observe(tap[:anchor], batch(text[:anchor], 0, 0), state)
-    block = batch(torch.zeros(head.head_config.block_size, dtype=torch.long), anchor, anchor)
-    tree = TreeConfig(shortlist=0, width=VOCAB, depth=head.head_config.depth)
+    pages, features = HeadPages(head, 1), torch.zeros(32, head.feature_size) if head.feature_size else None
+    state = HeadState(target, pages.layers, features, None)
+    head.observe(tap[:anchor], pages.batch(text[None, :anchor]), state)
+    pages.lens = [anchor]
     root_B = text[anchor : anchor + 1]
-    hidden_BSM = head.run_block(replace(block, token_T=head.block_tokens(root_B).flatten()), target, cache)
+    block = pages.batch(head.block_tokens(root_B))
+    tree = TreeConfig(shortlist=0, width=VOCAB, depth=head.head_config.depth)
+    hidden_BSM = head.run_block(block, target, pages.layers)
     found = head.draft(block, root_B, tree, state, None)
     path_state, rows = None if found.path is None else found.path.root_B1S, []
     for depth in range(1, head.head_config.depth + 1):
