@@ -14,9 +14,9 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from difflib import SequenceMatcher
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -205,25 +205,13 @@ def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
 
 def nearest_setting(root: type[Any], where: str, key: str) -> list[str]:
     """Paths of the settings named most like `key`. Of equally near ones those of the group `where` count."""
+    paths = {setting.path for setting in describe_settings(root)}
+    paths |= {path.rpartition(".")[0] for path in paths} - {""}
+    names = {path: path.rpartition(".")[2] for path in sorted(paths)}
     initials = "".join(word[:1] for word in key.split("_")) if "_" in key else None  # `lr` is `learning_rate`
-    names = {path: path.rpartition(".")[2] for path in setting_paths(root)}
-    similarity = {
-        path: 1.0 if name == initials else SequenceMatcher(None, key, name).ratio() for path, name in names.items()
-    }
-    best = max(similarity.values())
-    near = [path for path, value in similarity.items() if value == best >= MIN_SIMILARITY]
+    best = [initials] if initials in names.values() else get_close_matches(key, names.values(), 1, MIN_SIMILARITY)
+    near = [path for path, name in names.items() if name in best]
     return [path for path in near if path == where + names[path]] or near
-
-
-def setting_paths(hint: Any, where: str = "") -> Iterator[str]:
-    """Full paths of all settings in a type, groups and their members alike."""
-    if dataclasses.is_dataclass(hint):
-        for name, inner in typing.get_type_hints(hint).items():
-            yield where + name
-            yield from setting_paths(inner, f"{where}{name}.")
-    else:
-        for choice in typing.get_args(hint):
-            yield from setting_paths(choice, where)
 
 
 # -- descriptions
@@ -235,27 +223,33 @@ class Setting:
 
     path: str
     """Full name, such as `optimizer.lr`."""
-    type: str
-    """Type or choices in words, such as `int or null`."""
+    hint: Any
+    """Declared type."""
     default: Any
     """`dataclasses.MISSING` where a value must be given."""
     help: str
     """Docstring of the field."""
 
+    @property
+    def type(self) -> str:
+        """Type or choices in words, such as `int or null`."""
+        return type_words(self.hint)
 
-def describe_settings(cls: Any, where: str = "") -> list[Setting]:
-    """All settings of a dataclass, those of its groups under `group.field`."""
+
+def describe_settings(config: Any, where: str = "") -> list[Setting]:
+    """All settings of a dataclass, those of its groups under `group.field`. Defaults are the values of an instance."""
+    cls = config if isinstance(config, type) else type(config)
     hints, docs = typing.get_type_hints(cls), field_docs(cls)
     found: list[Setting] = []
     for item in dataclasses.fields(cls):
-        hint = hints[item.name]
+        hint, path = hints[item.name], where + item.name
+        default = item.default if item.default_factory is MISSING else item.default_factory()
+        value = default if config is cls else getattr(config, item.name)
         group = next((c for c in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(c)), None)
-        if group is not None and typing.get_origin(hint) is not tuple:
-            found += describe_settings(group, f"{where}{item.name}.")
-            continue
-        made = item.default_factory
-        default = item.default if made is MISSING else made()
-        found.append(Setting(where + item.name, type_words(hint), default, docs.get(item.name, "")))
+        if group is None or typing.get_origin(hint) is tuple:
+            found.append(Setting(path, hint, value, docs.get(item.name, "")))
+        else:
+            found += describe_settings(value if isinstance(value, group) else group, f"{path}.")
     return found
 
 

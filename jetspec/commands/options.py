@@ -10,7 +10,6 @@ import types
 import typing
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -156,10 +155,10 @@ def _parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empt
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
-def _flag_parameter(flag: Flag, setting: Setting, hint: Any) -> inspect.Parameter:
+def _flag_parameter(flag: Flag, setting: Setting) -> inspect.Parameter:
     """The parameter of a flag. The help is the setting's docstring, with the default if that is neither named there nor
     a matter of the device."""
-    hint, section = _option_type(hint), flag.path.partition(".")[0]
+    hint, section = _option_type(setting.hint), flag.path.partition(".")[0]
     text, default = setting.help, setting.default
     if default not in (None, (), "") and "efault" not in text and section != "tree":
         text = f"{text} Default: {_shown(default)}."
@@ -180,7 +179,7 @@ def options(*flags: str) -> Callable[[Command], Command]:
     def decorate(command: Command) -> Command:
         hints = typing.get_type_hints(command, include_extras=True)
         root: Any = hints["settings"]
-        sections, known = typing.get_type_hints(root), {setting.path: setting for setting in all_settings(root())}
+        known = {setting.path: setting for setting in all_settings(root())}
         flagged = _flags(flags, known, command.__name__)
         own = [
             _parameter(name, hints[name], parameter.default)
@@ -188,12 +187,7 @@ def options(*flags: str) -> Callable[[Command], Command]:
             if name not in ("settings", "given", "context")
         ]
 
-        def parameter_of(flag: Flag) -> inspect.Parameter:
-            section, _, name = flag.path.partition(".")
-            return _flag_parameter(flag, known[flag.path], typing.get_type_hints(sections[section])[name])
-
-        def run(**words: Any) -> None:
-            context, overrides, _ = words.pop("context"), words.pop("set_"), words.pop("help_all")
+        def run(context: typer.Context, set_: Sequence[str] | None, help_all: bool, **words: Any) -> None:
             raw: Given = {}
             for flag in flagged:
                 if (value := words.pop(flag.slot)) not in (None, []):
@@ -201,9 +195,10 @@ def options(*flags: str) -> Callable[[Command], Command]:
                     raw.setdefault(section, {})[name] = value
                     if flag.old_in is not None:
                         current(flag.name, flag.old_in, where=context.command_path)
-            settings, given = read_options(root(), raw, overrides or ())
+            settings, given = read_options(root(), raw, set_ or ())
             for setting in all_settings(settings):
-                detail(f"{setting.path} = {setting.default}")
+                if setting.default is not MISSING:  # a field of a group that is not there
+                    detail(f"{setting.path} = {setting.default}")
             made = {"settings": settings, "given": given, "context": context}
             command(**{name: value for name, value in made.items() if name in hints}, **words)
 
@@ -211,7 +206,7 @@ def options(*flags: str) -> Callable[[Command], Command]:
         parameters = [
             _parameter("context", typer.Context),
             *own,
-            *map(parameter_of, flagged),
+            *(_flag_parameter(flag, known[flag.path]) for flag in flagged),
             _parameter("set_", Set, None),
             _parameter("help_all", listing, False),
         ]
@@ -244,14 +239,9 @@ def read_options(defaults: Any, flagged: Given, overrides: Sequence[str]) -> tup
 
 
 def all_settings(settings: Any) -> list[Setting]:
-    """Every setting of a command, with its value in `settings` as the default."""
-    return [
-        replace(
-            setting, default=reduce(lambda found, name: getattr(found, name, None), setting.path.split("."), settings)
-        )
-        for setting in describe_settings(type(settings))
-        if setting.path not in {f"{section}.{name}" for section, name in UNSETTABLE.items()}
-    ]
+    """Every setting that a command line can set, with its value in `settings` as the default."""
+    hidden = {f"{section}.{name}" for section, name in UNSETTABLE.items()}
+    return [setting for setting in describe_settings(settings) if setting.path not in hidden]
 
 
 def _flags(flags: Sequence[str], known: Container[str], command: str) -> list[Flag]:

@@ -67,22 +67,16 @@ def all_parts(root: Any) -> list[dict[str, Any]]:
         schema = left.pop()
         if isinstance(schema, dict) and id(schema) not in found:
             found[id(schema)] = schema
-            left += inner_schemas(schema)
-            left += [target(root, schema["$ref"])] if "$ref" in schema else []
+            for keyword, value in schema.items():
+                if keyword in NAMED_SCHEMAS and isinstance(value, dict):
+                    left += value.values()
+                elif keyword in (*CHOICES, "prefixItems") and isinstance(value, list):
+                    left += value
+                elif keyword in INNER_SCHEMAS:
+                    left.append(value)
+                elif keyword == "$ref":
+                    left.append(target(root, value))
     return list(found.values())
-
-
-def inner_schemas(schema: dict[str, Any]) -> list[Any]:
-    """Returns the schemas directly inside a schema, without property names and constant values."""
-    parts: list[Any] = []
-    for keyword, value in schema.items():
-        if keyword in NAMED_SCHEMAS and isinstance(value, dict):
-            parts += value.values()
-        elif keyword in (*CHOICES, "prefixItems") and isinstance(value, list):
-            parts += value
-        elif keyword in INNER_SCHEMAS:
-            parts.append(value)
-    return parts
 
 
 def target(root: Any, ref: Any) -> Any:

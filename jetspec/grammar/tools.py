@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from jetspec.grammar.keywords import inner_schemas, types_of
+from jetspec.grammar.keywords import all_parts, types_of
 from jetspec.types import Grammar
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -68,11 +68,7 @@ def call_schema(functions: Sequence[Function], parameters: Sequence[dict[str, An
 def _rebased(schema: dict[str, Any], place: str) -> dict[str, Any]:
     """A copy of a schema with its references adjusted to its new place in another schema."""
     schema = copy.deepcopy(schema)
-    left: list[Any] = [schema]
-    while left:
-        part = left.pop()
-        if isinstance(part, dict):
-            left += inner_schemas(part)
-            if isinstance(ref := part.get("$ref"), str):
-                part["$ref"] = place + ref.removeprefix("#")
+    for part in all_parts(schema):
+        if isinstance(ref := part.get("$ref"), str):
+            part["$ref"] = place + ref.removeprefix("#")
     return schema

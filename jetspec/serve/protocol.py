@@ -157,8 +157,8 @@ class ChosenFunction(RequestModel):
     name: ToolName
 
 
-class CalledFunction(ChosenFunction):
-    """A function call in a message. Calls in a completion must satisfy the same rules."""
+class FunctionCall(ChosenFunction):
+    """A function call, in a message or in a completion."""
 
     IGNORED = {"parsed_arguments": ...}
 
@@ -171,7 +171,7 @@ class ToolCall(RequestModel):
 
     id: ShortText
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
 
 
 class Message(RequestModel):
@@ -306,11 +306,6 @@ class TextLogprobs(BaseModel):
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]] | None
     text_offset: list[int]
-
-
-class FunctionCall(BaseModel):
-    name: str
-    arguments: str
 
 
 class ResponseToolCall(BaseModel):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from jetspec.engine.detokenize import overlap
 from jetspec.grammar.bounds import depth_of
 from jetspec.grammar.tools import BEGIN, END
-from jetspec.serve.protocol import MAX_CALLS, CalledFunction, FunctionCall
+from jetspec.serve.protocol import MAX_CALLS, FunctionCall
 
 MAX_DEPTH = 64
 """Nesting depth of the arguments of a call."""
@@ -157,8 +157,7 @@ def _read_call(text: str, place: int) -> FunctionCall:
     if arguments.startswith('"'):
         arguments = JSON.decode(arguments)
     read_arguments(arguments)
-    call = CalledFunction(name=JSON.decode(members.get("name", "null")), arguments=arguments)
-    return FunctionCall(name=call.name, arguments=call.arguments)
+    return FunctionCall(name=JSON.decode(members.get("name", "null")), arguments=arguments)
 
 
 def _members(text: str, place: int) -> Iterator[tuple[str, int, int]]:
