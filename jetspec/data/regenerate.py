@@ -39,8 +39,6 @@ from jetspec.progress import print_above, progress_bar
 from jetspec.record import shown
 from jetspec.types import Completion, SamplingParams
 
-RUN_COUNTS = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
-"""Counts that the record of a run keeps."""
 WARM_UP_TOKENS, PROBE_TOKENS = 4, 64
 """Most tokens of an answer of a probe before the clock starts, and of a timed one."""
 
@@ -159,6 +157,7 @@ class RowFile(JobFile):
 class Tally(RunTally):
     """Counts of one run."""
 
+    RECORDED = ("answered", "already", "skipped", "cut", "tokens", "seconds", "tokens_per_s")
     on_bad: OnBad = "stop"
     todo: int = 0
     skipped: int = 0
@@ -209,7 +208,7 @@ def write_rows(
                 state = f"{done:,} of {wanted:,} prompts are answered in {out}"
                 print(f"stopped: {state}; the same command resumes there", file=sys.stderr)
                 raise
-            rows.record(tally.entry(RUN_COUNTS, len(starts)), **about)
+            rows.record(tally.entry(len(starts)), **about)
     return tally
 
 

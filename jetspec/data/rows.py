@@ -6,7 +6,7 @@ import json
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,6 +110,8 @@ class JobFile(LineFile):
 class RunTally:
     """Counts of one run that every record keeps."""
 
+    RECORDED: ClassVar[tuple[str, ...]]
+    """Names of the counts in a record."""
     already: int = 0
     tokens: int = 0
     began: float = 0.0
@@ -122,9 +124,9 @@ class RunTally:
     def per_second(self, count: int) -> float:
         return count / self.seconds if self.seconds else 0.0
 
-    def entry(self, counts: Sequence[str], jobs: int) -> dict[str, Any]:
+    def entry(self, jobs: int) -> dict[str, Any]:
         """The entry of the run in a record."""
-        return {"jobs": jobs, **{name: getattr(self, name) for name in counts}}
+        return {"jobs": jobs, **{name: getattr(self, name) for name in self.RECORDED}}
 
 
 def earlier_runs(meta: Path, settings: Mapping[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -37,8 +37,6 @@ GIVE_UP = 500
 """Attempts in a row without a new prompt that end a run."""
 SAMPLE = f'{PLACEHOLDER}Aa "<&>"\n\\{PLACEHOLDER}'
 """Stands for the user's text in a rendered turn: characters that a template might change, between two marks."""
-RUN_COUNTS = ("kept", "already", "dropped", "tokens", "seconds", "prompts_per_s")
-"""Counts that the record of a run keeps."""
 
 
 # -- a turn
@@ -164,6 +162,7 @@ def attempt_number(id: str) -> int:
 class Tally(RunTally):
     """Counts of one run."""
 
+    RECORDED = ("kept", "already", "dropped", "tokens", "seconds", "prompts_per_s")
     kept: int = 0
     dropped: Counter[Drop] = field(default_factory=Counter)
     since_last: int = 0
@@ -208,36 +207,25 @@ def write_prompts(
     .meta.json.
     """
     with closing(PromptFile(out, _settings(config))) as file:
-        tally = Tally(already=file.num_rows)
+        tally, first = Tally(already=file.num_rows), file.next_attempt
         file.record()
-        if tally.already < count:
-            _synthesize_until(file, count, config, turn, starts, tally)
-            file.record(tally.entry(RUN_COUNTS, len(starts)))
+        if tally.already >= count:
+            return tally
+        results = answer_all(starts, map(config.attempt, count_from(first)), tally)
+        bar = progress_bar(total=count, initial=tally.already, desc="synthesizing", unit=" prompts")
+        with bar, closing(results):
+            for number, row in enumerate(in_order(results, first), first):
+                text, drop = read_attempt(turn, row, config.attempt(number).turns[0], file.seen)
+                if drop is None:
+                    file.append({"id": row.id, "turns": [text]})
+                    file.seen.add(fingerprint(text))
+                    bar.update()
+                tally.add(row, drop)
+                bar.set_postfix_str(f"{tally.dropped.total():,} dropped", refresh=False)
+                if tally.already + tally.kept == count:
+                    break
+        file.record(tally.entry(len(starts)))
     return tally
-
-
-def _synthesize_until(
-    file: PromptFile,
-    count: int,
-    config: SynthesizeConfig,
-    turn: UserTurn,
-    starts: Sequence[Callable[[], Answer]],
-    tally: Tally,
-) -> None:
-    first = file.next_attempt
-    results = answer_all(starts, map(config.attempt, count_from(first)), tally)
-    bar = progress_bar(total=count, initial=tally.already, desc="synthesizing", unit=" prompts")
-    with bar, closing(results):
-        for number, row in enumerate(in_order(results, first), first):
-            text, drop = read_attempt(turn, row, config.attempt(number).turns[0], file.seen)
-            if drop is None:
-                file.append({"id": row.id, "turns": [text]})
-                file.seen.add(fingerprint(text))
-                bar.update()
-            tally.add(row, drop)
-            bar.set_postfix_str(f"{tally.dropped.total():,} dropped", refresh=False)
-            if tally.already + tally.kept == count:
-                return
 
 
 def in_order(results: Results, first: int) -> Iterator[Row]:

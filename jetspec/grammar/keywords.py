@@ -74,8 +74,7 @@ def all_parts(root: Any) -> list[dict[str, Any]]:
                     left += value
                 elif keyword in INNER_SCHEMAS:
                     left.append(value)
-                elif keyword == "$ref":
-                    left.append(target(root, value))
+            left += [target(root, schema["$ref"])] if "$ref" in schema else []
     return list(found.values())
 
 

@@ -15,8 +15,10 @@ import pytest
 from jetspec.data.regenerate import RowFile
 from jetspec.data.rows import JobFile
 from jetspec.data.synthesize import PromptFile
+from tests.commands.cli import run
 from tests.data import test_regenerate as rows
 from tests.data import test_synthesize as prompts
+from tests.train.tiny_model import write_model
 
 
 class Job(NamedTuple):
@@ -101,3 +103,28 @@ def test_one_run_writes_to_a_regular_file(tmp_path: Path) -> None:
     for path in (tmp_path, Path(os.devnull)):
         with pytest.raises(ValueError, match=re.escape(str(path))):
             RowFile(path, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["regenerate", "--data", "p.jsonl", "--temperature", "-1"], "temperature"),
+        (["regenerate", "--data", "p.jsonl", "--shard", "3/2"], "shard"),
+        (["regenerate", "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["regenerate", "--data", "p.jsonl", "--max-len", "20"], "p.jsonl:1: is longer than the context"),
+        (["synthesize", "--count", "0"], "--count"),
+        (["synthesize", "--count", "2", "--batch", "0"], "batch"),
+        (["synthesize", "--count", "2", "--prefixes", "nowhere.txt"], "nowhere.txt"),
+        (["synthesize", "--count", "2", "--prefixes", "none", "--prefix", "Why"], "prefixes"),
+        (["synthesize", "--count", "2", "--prefix", "x" * 300], "tokens"),
+    ],
+)
+def test_mistakes_are_one_line_with_status_2(
+    words: list[str], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = write_model(tmp_path / "tiny")
+    rows.write_jsonl(tmp_path / "p.jsonl", rows.make_prompts(2))
+    result = run("data", *words, "--model", str(model), "--out", "out.jsonl", "--device", "cpu")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("jetspec: error: ")]
+    assert result.exit_code == 2 and len(errors) == 1 and named in errors[0]

@@ -222,6 +222,7 @@ QUESTION, RESULT = {"role": "user", "content": "?"}, {"role": "tool", "content":
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [CLOCK, CLOCK]}, "tools"),
+        ({"tools": [CLOCK], "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tools": [function_tool("f", {"type": "string"})]}, "tools"),
         ({"tools": [function_tool("f", {"type": 5})]}, "tools"),
         ({"tools": [function_tool("f", {"anyOf": [NOTHING, {}]})]}, "tools"),
@@ -255,15 +256,6 @@ def test_values_without_effect_are_accepted(live: Live, body: dict[str, Any]) ->
     """`vllm bench serve` and others always send them; null is the same as leaving a field out."""
     response = live.post(**body, stream=True, stream_options={"include_usage": True}, logprobs=None)
     assert response.status_code == 200
-
-
-def test_response_can_be_sent_back_as_a_message(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenAI's responses have more fields than are supported, without content."""
-    empty: dict[str, Any] = {"refusal": None, "annotations": [], "audio": None, "tool_calls": None}
-    messages = [QUESTION, {"role": "assistant", "content": "x", **empty}, QUESTION]
-    assert live.chat(messages=messages, max_tokens=2).status_code == 200
-    monkeypatch.setattr(live.llm.tokenizer, "chat_template", TEMPLATE)
-    assert live.chat(messages=[CALLING, RESULT], max_tokens=3, max_completion_tokens=3).status_code == 200
 
 
 @pytest.mark.parametrize("text", ["1", "word ", "<|im_end|>"])

@@ -64,18 +64,6 @@ def test_disconnect_frees_pages_within_a_round(fresh: Live, stream: bool, more: 
     assert fresh.post(temperature=0).status_code == 200
 
 
-def test_waiting_request_can_be_cancelled(fresh: Live) -> None:
-    gate = Gate(fresh)
-    gate.open.clear()
-    clients = [raw_request(fresh) for _ in range(6)]
-    wait_until(lambda: fresh.server.worker.num_open == 6)
-    for client in clients:
-        client.close()
-    wait_until(lambda: fresh.server.worker.num_open == 0)
-    gate.open.set()
-    fresh.wait_for_rest()
-
-
 def test_full_queue_gives_retry_after(fresh: Live) -> None:
     gate = Gate(fresh)
     gate.open.clear()

@@ -45,14 +45,6 @@ def test_fields_that_openai_requires_are_null(live: Live) -> None:
             assert set(chunk["choices"][0]) == {"index", "text", "logprobs", "finish_reason"}
 
 
-def test_message_with_calls_has_null_content() -> None:
-    answer = ChatResponse(Job([[1]], SamplingParams(), reads_tools=True, in_call=True), vocab(), NAME)
-    text = '{"name": "clock", "arguments": {}}</tool_call>'
-    answer.add(0, Update(0, [5], text, Completion(text, [5], "stop", RoundStats())))
-    message = answer.whole().model_dump()["choices"][0]["message"]
-    assert message["content"] is None and message["tool_calls"][0]["function"]["name"] == "clock"
-
-
 @pytest.mark.parametrize(("end", "finish"), [("</tool_call>", "tool_calls"), ("</tool_call><tool_call>{", "length")])
 def test_cut_off_call_finishes_with_length(end: str, finish: str) -> None:
     answer = ChatResponse(Job([[1]], SamplingParams(), reads_tools=True), vocab(), NAME)
@@ -75,16 +67,6 @@ def test_text_offsets_are_those_of_the_text(text: str, chance: random.Random) ->
         offset = offsets.next(data[start : start + size])
         assert offset == len(data[:start].decode(errors="ignore"))
         start += size
-
-
-@given(st.binary(max_size=20))
-def test_text_offsets_of_invalid_utf8(data: bytes) -> None:
-    """The first byte of a character has the length of the text before it."""
-    offsets = TextOffsets()
-    for place in range(len(data)):
-        offset = offsets.next(data[place : place + 1])
-        if data[place] & 0xC0 != 0x80:
-            assert offset == len(data[:place].decode(errors="replace"))
 
 
 def test_speed_leaves_out_the_first_round() -> None:

@@ -148,21 +148,3 @@ def are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
         return texts, called(choices)
 
     return bool(content(some) == content(others)) and any(called(some))
-
-
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_text_without_calls_does_not_depend_on_strict(calling: Live, temperature: float) -> None:
-    options = {"temperature": temperature, "logit_bias": {str(BEGIN_TOKEN): -100, "256": 3}, "max_tokens": 60}
-    strict, loose = ask(calling, [STRICT], **options), ask(calling, [LOOSE], **options)
-    assert strict == loose and not any(called(strict))
-
-
-def test_cut_off_call_is_text(calling: Live) -> None:
-    choices = ask(calling, [STRICT], max_tokens=8)
-    assert any(BEGIN in choice["message"]["content"] for choice in choices) and not any(called(choices))
-    assert all(choice["finish_reason"] != "tool_calls" for choice in choices)
-
-
-def test_strict_tools_refuse_ignore_eos_and_equal_names(calling: Live) -> None:
-    assert_error(calling.chat(tools=[STRICT], ignore_eos=True), 400, "ignore_eos")
-    assert_error(calling.chat(tools=[STRICT, LOOSE]), 400, "tools")
