@@ -80,11 +80,6 @@ def test_overrides_change_single_settings() -> None:
     assert parse_overrides(["rate.lr=1", "rate.betas=[1, 2]"]) == {"rate": {"lr": 1, "betas": [1, 2]}}
 
 
-def test_old_names_are_read() -> None:
-    changed = updated(Run("a"), parse_overrides(["tree.likely=3"]))
-    assert changed.tree.shortlist_parents == 3 and from_dict(Run, {"name": "a", "tree": {"likely": 3}}) == changed
-
-
 @pytest.mark.parametrize("override", ["steps", "rate=[1", "steps.x=3", "tree.budgets=3", "tree.budget=0"])
 def test_wrong_overrides_are_refused(override: str) -> None:
     with pytest.raises(ValueError, match=override.partition("=")[0].rpartition(".")[2]):

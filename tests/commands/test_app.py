@@ -34,51 +34,42 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 # -- start-up
 
 
-def modules_after(*args: str) -> tuple[int, str, set[str]]:
-    """Exit status, stderr and heavy modules of a process that ran these words."""
+WRONG = [
+    (["heads", "./nothere"], "./nothere"),
+    (["generate", "Why?", "--budgit", "3"], "--budgit"),
+    (["generate", "Why?", "--budget", "0"], "budget"),
+    (["generate", "Why?", "--set", "sampling.top_p=2"], "top_p"),
+    (["generate", "Why?", "--model", "./nothere"], "./nothere"),
+    (["serve", "--port", "99999"], "port"),
+    (["train", "nothere"], "nothere"),
+    (["train", "debug", "--set", "steps=0"], "steps"),
+    (["data", "regenerate", "--data", "/nothere", "--out", "x"], "/nothere"),
+    (["eval-head", "--data-dir", "/nothere"], "/nothere"),
+    (["profile", "--shape", "nothere"], "nothere"),
+    (["info", "./nothere"], "./nothere"),
+    (["bench", "--data", "/nothere"], "/nothere"),
+]
+
+
+def test_words_are_checked_before_torch_is_imported() -> None:
+    """In one process, one line of stderr and one with status and heavy modules per command."""
+    right = [["--help"], ["train"], ["heads"]]
     code = f"""
         import sys
-        sys.argv = ["jetspec", *{args!r}]
         from jetspec.commands.app import main
-        try:
-            main()
-        finally:
-            print(*{{"torch", "numpy", "tokenizers", "rich.live"}} & set(sys.modules), file=sys.stderr)
+        for words in {[*(words for words, _ in WRONG), *right]!r}:
+            sys.argv = ["jetspec", *words]
+            try:
+                main()
+            except SystemExit as end:
+                print(end.code, *{{"torch", "numpy", "tokenizers", "rich.live"}} & set(sys.modules), file=sys.stderr)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=ROOT)
-    *lines, heavy = done.stderr.splitlines()
-    return done.returncode, "\n".join(lines), set(heavy.split())
-
-
-@pytest.mark.parametrize(
-    ("args", "status", "named"),
-    [
-        (["--help"], 0, ""),
-        (["train"], 0, ""),
-        (["heads", "./nothere"], 2, "./nothere"),
-        (["generate", "Why?", "--budgit", "3"], 2, "--budgit"),
-        (["generate", "Why?", "--budget", "0"], 2, "budget"),
-        (["generate", "Why?", "--set", "sampling.top_p=2"], 2, "top_p"),
-        (["generate", "Why?", "--model", "./nothere"], 2, "./nothere"),
-        (["serve", "--port", "99999"], 2, "port"),
-        (["train", "nothere"], 2, "nothere"),
-        (["train", "debug", "--set", "steps=0"], 2, "steps"),
-        (["data", "regenerate", "--data", "/nothere", "--out", "x"], 2, "/nothere"),
-        (["eval-head", "--data-dir", "/nothere"], 2, "/nothere"),
-        (["profile", "--shape", "nothere"], 2, "nothere"),
-        (["info", "./nothere"], 2, "./nothere"),
-        (["bench", "--data", "/nothere"], 2, "/nothere"),
-    ],
-)
-def test_words_are_checked_before_torch_is_imported(args: list[str], status: int, named: str) -> None:
-    returncode, stderr, heavy = modules_after(*args)
-    assert returncode == status and not heavy
-    assert named in stderr and stderr.count("\n") == 0 and "Traceback" not in stderr
-
-
-def test_heads_are_listed_without_torch() -> None:
-    returncode, stderr, heavy = modules_after("heads")
-    assert returncode == 0 and not stderr and "torch" not in heavy
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    lines = iter(subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stderr.splitlines())
+    for (words, named), error in zip(WRONG, lines, strict=False):
+        assert named in error and next(lines) == "2", words
+    *others, heads = lines
+    assert others == ["0", "0"] and heads.startswith("0") and "torch" not in heads
 
 
 def test_loading_a_model_does_not_import_sympy(tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from jetspec.commands.app import app
 from jetspec.commands.options import Decoding, all_settings, read_options
 from jetspec.config import BatchTree, EngineConfig, TreeConfig
 from jetspec.profile.config import SHAPES
-from jetspec.settings import describe_settings
-from jetspec.train.config import TrainConfig
 from jetspec.types import SamplingParams
 from tests.commands.cli import all_commands, run
 from tests.fake_llm import FakeLLM
@@ -152,9 +150,3 @@ def test_old_flags_work_with_one_warning(fake: type[FakeLLM], monkeypatch: pytes
 def test_old_flags_of_one_command_do_not_reach_another() -> None:
     assert run("serve", "--max-tokens", "0").exit_code == 2  # the longest answer of a server, at least 1
     assert run("generate", "Why?", "--max-queue", "3").exit_code == 2
-
-
-def test_a_recipe_lists_its_settings_with_its_own_names() -> None:
-    listing = run("train", "--help-all").stdout
-    for setting in describe_settings(TrainConfig):
-        assert setting.path in listing

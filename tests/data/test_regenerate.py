@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,6 @@ from jetspec.data.regenerate import (
     Tally,
     expected_tokens,
     regenerate,
-    time_needed,
     write_rows,
 )
 from jetspec.data.rows import Row
@@ -451,28 +450,6 @@ def test_answer_length_is_estimated_from_short_answers(mean: float, most: int) -
     begun = [Row("", [], [(0, min(length, PROBE_TOKENS))], [kind]) for length, kind in zip(lengths, kinds, strict=True)]
     truth = sum(min(length, most) for length in lengths) / len(lengths)
     assert expected_tokens(begun, most) == pytest.approx(truth, rel=0.1)
-
-
-def test_probe_is_short_and_covers_all_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[tuple[str, int]]()
-
-    class Watched(FakeAnswerer):
-        def complete(self, prompts: Iterable[Any]) -> Iterator[tuple[Any, Completion]]:
-            for conversation, completion in super().complete(prompts):
-                asked.append((conversation.prompt.id, len(completion.token_ids)))
-                yield conversation, completion
-
-    prompts = [parse(row) for row in make_prompts(50, most_turns=1)]
-    config, seconds = replace(CONFIG, max_tokens=500), list[float]()
-    monkeypatch.setattr(time, "perf_counter", partial(next, count()))
-    for devices in (1, 2):
-        found = time_needed(Watched(), config, prompts, batch=5, devices=devices)
-        assert found is not None and "5 prompts" in found[1]
-        seconds.append(found[0])
-    assert seconds[0] == pytest.approx(2 * seconds[1]) and seconds[1] > 0
-    assert {id for id, _ in asked} == {f"p{i}" for i in range(0, 50, 10)}
-    assert max(length for _, length in asked) <= PROBE_TOKENS
-    assert time_needed(FakeAnswerer(max_prompt_tokens=3), CONFIG, prompts, batch=5, devices=1) is None
 
 
 # -- the command, with a real engine

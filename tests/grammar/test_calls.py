@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from jetspec.engine.engine import Engine
 from jetspec.grammar.constraint import Grammars, mask_tree
+from jetspec.grammar.tools import BEGIN, END, forced_call
 from jetspec.tree import unpack_bits
 from jetspec.types import Grammar, SamplingParams
 from tests.engine.tiny import Script, make_engine, run, tiny_decoder, use
@@ -20,7 +22,6 @@ from tests.train.tiny_model import END_TOKEN, byte_tokenizer
 
 pytest.importorskip("xgrammar", reason="grammars need xgrammar")
 
-BEGIN, END = "<tool_call>", "</tool_call>"
 ACROSS = ['>{"', ">\n", "x<tool_call>{", "<tool", "}}</", ">x", "call>oh", "x<tool_call>y", "</tool_call>\n<tool_call>"]
 """Tokens that cross the borders of tags. Some are never allowed, or only in some places."""
 TOKENS = [*byte_tokenizer([BEGIN, END]).token_bytes(), *(text.encode() for text in ACROSS)]
@@ -219,3 +220,20 @@ def test_objects_stay_open_between_tags() -> None:
     constraint = grammars().start(calls({"type": "object", "properties": {"a": {"type": "integer"}}}))
     text = f'so {BEGIN}\n{{"a": 1, "b": {{"c": [2]}}}}\n{END} and {BEGIN}{{}}{END}'
     assert all(constraint.advance(token) for token in [*text.encode(), END_TOKEN])
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+@pytest.mark.parametrize("value", ["true", "7"])
+def test_definitions_of_functions_do_not_collide(name: str, value: str) -> None:
+    """References lead to definitions of the same function, also those in parts under names of their own."""
+
+    def function(name: str, inner: dict[str, Any]) -> Any:
+        parameters = {"type": "object", "properties": {"a": {"$ref": "#/x-a"}}, "required": ["a"]}
+        parts = {"x-a": {"$ref": "#/$defs/Inner"}, "$defs": {"Inner": inner}}
+        return SimpleNamespace(name=name, parameters={**parameters, **parts})
+
+    both = forced_call([function("f", {"type": "boolean"}), function("g", {"const": 7})])
+    constraint = grammars().start(both)
+    text = f'{{"name": "{name}", "arguments": {{"a": {value}}}}}'
+    fits = all(constraint.advance(token) for token in [*text.encode(), END_TOKEN])
+    assert fits == ((name, value) in (("f", "true"), ("g", "7")))

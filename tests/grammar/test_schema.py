@@ -124,13 +124,6 @@ def test_pydantic_accepts_generated_texts(model: Any, seed: int) -> None:
     model.model_validate_json(write(model.model_json_schema(), seed))
 
 
-@pytest.mark.parametrize("model", [Drawing, Moments], ids=lambda model: model.__name__)
-def test_strict_schemas_of_the_openai_client_are_accepted(model: Any) -> None:
-    openai = pytest.importorskip("openai", reason="needs the client whose requests these are")
-    parameters = openai.pydantic_function_tool(model)["function"]["parameters"]
-    model.model_validate_json(write(parameters, 1))
-
-
 # ---- enforced ----
 
 FORMATS: dict[str, Callable[[str], object]] = {
@@ -334,11 +327,3 @@ def test_reference_chain_takes_linear_time() -> None:
         return time.process_time() - began
 
     assert min(seconds(4000) for _ in range(3)) < 30 * min(seconds(400) for _ in range(3))
-
-
-def test_schema_is_compiled_once() -> None:
-    source = json.dumps({"type": "integer", "minimum": 4711})
-    first = grammars().compile(Grammar("json_schema", source))
-    assert grammars().compile(Grammar("json_schema", source)) is first
-    given = Grammar("json_schema", "unused", compiled=first)
-    assert grammars().start(given).advance(ord("5"))

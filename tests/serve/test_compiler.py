@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from jetspec.grammar.compile_check import CompileChecker
 from jetspec.grammar.constraint import Grammars
 from jetspec.serve import compiler
 from jetspec.serve.config import ServeConfig
-from jetspec.serve.errors import ApiError
 from jetspec.types import Grammar
 from tests.serve.live import NAME, Live, schema_format, tiny_llm, wait_until
 
@@ -98,39 +96,6 @@ def test_schemas_of_one_client_do_not_delay_another(server: Live, checks: Checks
         checks.may_pass.release(len(kinds))
         assert {answer.result().status_code for answer in answers} == {200}
     assert checks.started == ["boolean", "string", "integer", "number"]
-
-
-def test_lock_order_is_debt_then_speed_then_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiter that is cancelled or times out is skipped."""
-
-    async def run() -> list[str]:
-        lock, done, may_end = compiler.FairLock(), list[str](), asyncio.Event()
-
-        async def take(client: str, name: str) -> None:
-            async with lock.hold(client, is_slow="slow" in name):
-                await may_end.wait()
-                lock.charge(client, 60.0 if client == "a" else 0.0)
-                done.append(name)
-
-        async def start(*args: str) -> asyncio.Task[None]:
-            task = asyncio.create_task(take(*args))
-            await asyncio.sleep(0)
-            return task
-
-        names = [("a", "a1"), ("a", "a2"), ("b", "b1 slow"), ("c", "c1"), ("b", "b2"), ("a", "a3")]
-        tasks = [await start(*given) for given in names]
-        tasks[3].cancel()
-        monkeypatch.setattr(compiler, "WAIT_S", 0.1)
-        with pytest.raises(ApiError) as error:
-            await take("a", "a4")
-        num_ahead = len(["a2", "b2", "a3"])
-        assert error.value.retry_after == (1 + num_ahead) * compiler.COMPILE_S
-        may_end.set()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await take("d", "d1")
-        return done
-
-    assert asyncio.run(run()) == ["a1", "b2", "b1 slow", "a2", "a3", "d1"]
 
 
 def test_engine_gets_compiled_grammars(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

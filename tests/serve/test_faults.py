@@ -86,21 +86,6 @@ def test_full_queue_gives_retry_after(fresh: Live) -> None:
     assert fresh.post(n=9, max_tokens=2).status_code == 400
 
 
-def test_slow_reader_delays_nobody(fresh: Live, alone: Any) -> None:
-    """The engine finishes requests that are not read, and serves others."""
-    slow = [raw_request(fresh, jetspec={"trace": True}) for _ in range(3)]
-    expected = alone.generate("cd", SamplingParams(max_tokens=20))[0].text
-    assert fresh.post(prompt="cd", max_tokens=20, temperature=0).json()["choices"][0]["text"] == expected
-    wait_until(lambda: not fresh.llm.engine.requests)
-    assert fresh.pages_in_use == 0
-    for client in slow:
-        client.settimeout(60)
-        data = b""
-        while b"[DONE]" not in data:
-            data += client.recv(1 << 16)
-        client.close()
-
-
 def small_reader(live: Live, **body: Any) -> socket.socket:
     """A request on a socket with small buffers on both sides, so that unread bytes stay in the server."""
     live.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import openai
 import pytest
-from pydantic import BaseModel, Field
 
 from jetspec.serve.config import ServeConfig
 from tests.grammar.test_compile_check import COUNTED
@@ -126,39 +124,6 @@ def test_forced_call_follows_its_schema(tooled: Live, choice: Any, stream: bool)
     if choice != "required" or call["function"]["name"] == "weather":
         arguments = json.loads(call["function"]["arguments"])
         assert arguments["town"] in ("Rome", "Oslo") and 1 <= arguments["days"] <= 9
-
-
-class Inner(BaseModel):
-    flag: bool
-
-
-class Outer(BaseModel):
-    inner: Inner
-    others: Annotated[list[Inner], Field(max_length=2)]
-
-
-def nested_tools() -> list[Any]:
-    """Two strict tools of the client library whose schemas have different definitions of one name."""
-    first, second = (openai.pydantic_function_tool(Outer, name=name) for name in ("first", "second"))
-    second["function"]["parameters"]["$defs"]["Inner"]["properties"]["flag"] = {"const": 7}
-    return [first, second]
-
-
-@pytest.mark.parametrize("name", ["first", "second"])
-def test_definitions_of_tools_do_not_collide(tooled: Live, name: str) -> None:
-    done = tooled.client().chat.completions.create(
-        model=NAME,
-        messages=[{"role": "user", "content": "?"}],
-        tools=nested_tools(),
-        tool_choice={"type": "function", "function": {"name": name}},
-        max_tokens=200,
-        seed=1,
-        logit_bias=dict.fromkeys(map(str, b" \n\r"), -100),
-    )
-    (call,) = done.choices[0].message.tool_calls or []
-    assert call.type == "function" and call.function.name == name
-    flag = json.loads(call.function.arguments)["inner"]["flag"]
-    assert flag == 7 if name == "second" else isinstance(flag, bool)
 
 
 def test_control_tokens_in_messages_are_plain_text(live: Live) -> None:
