@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from types import FrameType
 from typing import Any
 
@@ -130,13 +131,9 @@ def to_dict(completion: Completion) -> dict[str, Any]:
 def total(stats: Iterable[RoundStats]) -> RoundStats:
     """Statistics of several answers as one."""
     parts = list(stats)
-    return RoundStats(
-        prompt_tokens=sum(part.prompt_tokens for part in parts),
-        cached_tokens=sum(part.cached_tokens for part in parts),
-        accepted_lengths=[length for part in parts for length in part.accepted_lengths],
-        prefill_s=sum(part.prefill_s for part in parts),
-        decode_s=sum(part.decode_s for part in parts),
-    )
+    names = [item.name for item in fields(RoundStats) if item.name != "accepted_lengths"]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return RoundStats(accepted_lengths=[length for part in parts for length in part.accepted_lengths], **sums)
 
 
 def number_table(

@@ -119,7 +119,7 @@ def test_forced_call_follows_its_schema(tooled: Live, choice: Any, stream: bool)
     response = tooled.chat(**body, stream=stream)
     (made,) = joined(events(response)) if stream else response.json()["choices"]
     (call,) = made["message"]["tool_calls"]
-    assert made["message"]["content"] == ("" if stream else None) and made["finish_reason"] == "tool_calls"
+    assert made["message"]["content"] is None and made["finish_reason"] == "tool_calls"
     assert call["id"].startswith("call_") and call.get("index") == (0 if stream else None)
     if choice != "required" or call["function"]["name"] == "weather":
         arguments = json.loads(call["function"]["arguments"])
