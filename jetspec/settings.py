@@ -14,7 +14,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -205,13 +205,22 @@ def convert(hint: Any, value: Any, where: str, root: type[Any]) -> Any:
 
 def nearest_setting(root: type[Any], where: str, key: str) -> list[str]:
     """Paths of the settings named most like `key`. Of equally near ones those of the group `where` count."""
-    paths = {setting.path for setting in describe_settings(root)}
-    paths |= {path.rpartition(".")[0] for path in paths} - {""}
-    names = {path: path.rpartition(".")[2] for path in sorted(paths)}
+    names = {path: path.rpartition(".")[2] for path in setting_paths(root)}
     initials = "".join(word[:1] for word in key.split("_")) if "_" in key else None  # `lr` is `learning_rate`
     best = [initials] if initials in names.values() else get_close_matches(key, names.values(), 1, MIN_SIMILARITY)
     near = [path for path, name in names.items() if name in best]
     return [path for path in near if path == where + names[path]] or near
+
+
+def setting_paths(hint: Any, where: str = "") -> Iterator[str]:
+    """Full paths of all settings in a type, groups and their members alike."""
+    if dataclasses.is_dataclass(hint):
+        for name, inner in typing.get_type_hints(hint).items():
+            yield where + name
+            yield from setting_paths(inner, f"{where}{name}.")
+    else:
+        for choice in typing.get_args(hint):
+            yield from setting_paths(choice, where)
 
 
 # -- descriptions
