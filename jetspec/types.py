@@ -9,7 +9,7 @@ A digit behind a letter that it can add to does so: BD1 is (B, D + 1); else it i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -334,6 +334,29 @@ class Request:
     @property
     def answer(self) -> list[int]:
         return self.tokens[self.prompt_len :]
+
+
+@dataclass(frozen=True)
+class ChoiceModel:
+    """Log-odds of the target's choices by the logits of a draft head, per request and depth (D is 1 where all depths
+    share an entry): logit / temperature + weight * noise + bonus * [the filters keep the logit].
+
+    The noise is that of the choice itself, which is known before the round. Greedy choices have none.
+    """
+
+    temperature_BD: Tensor
+    weight_BD: Tensor | None = None
+    bonus_BD: Tensor | None = None
+    seed_B: Tensor | None = None
+    position_BD: Tensor | None = None
+    """Positions of the choices, int64."""
+    least_BD: Tensor | None = None
+    """Least quotient of logit and temperature that the filters keep. None: there are no filters."""
+
+    def at(self, depth: int) -> ChoiceModel:
+        """Returns the model of one depth."""
+        tables = {name: value for name, value in vars(self).items() if name.endswith("BD") and value is not None}
+        return replace(self, **{name: x if x.shape[1] == 1 else x[:, depth - 1, None] for name, x in tables.items()})
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,7 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "append": (Choice("append", "jetspec.tree.ngrams_triton:append_triton"),),
     # Acceptance
     "choose_nodes": (Choice("choose_nodes", "jetspec.tree.accept_triton:choose_nodes_triton"),),
+    "least_kept": (Choice("least_kept", "jetspec.tree.accept_triton:least_kept_triton"),),
     "accept": (Choice("accept", "jetspec.tree.accept:accept_by_nodes"),),
     "walk": (Choice("walk", "jetspec.tree.accept_triton:walk_triton"),),
     # Training

@@ -10,25 +10,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetspec.ops.noise import gumbel
 from jetspec.ops.select import operation, select
-from jetspec.types import EdgeFactors
+from jetspec.types import ChoiceModel, EdgeFactors
 
 
 @operation(lambda logits, *_: (logits,), lambda _, k, *__: {"num_tokens": k})
-def topk_logprob(logits: Tensor, k: int, temperature_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def topk_logprob(logits: Tensor, k: int, choice: ChoiceModel | None = None) -> tuple[Tensor, Tensor]:
     """Return the k best tokens of (..., V) logits, best first, and their log-probabilities over all of V, in fp32.
 
-    With `temperature_B`, the logits are (B, D, V) and are divided by it. Equal logits may come in any order; the kernel
-    puts the lower token first.
+    With a choice model, the logits are (B, D, V), and the log-odds of the choices take their place. Equal values may
+    come in any order; the kernel puts the lower token first.
     """
-    wide = apply_temperature(logits, temperature_B).float()
+    wide = log_odds(logits, choice).float()
     value, token = wide.topk(k, dim=-1)
     return token, value - torch.logsumexp(wide, dim=-1, keepdim=True)
 
 
-def apply_temperature(x_BDX: Tensor, temperature_B: Tensor | None) -> Tensor:
-    """Divide by the temperature of each request, in fp32. Without temperatures return the input."""
-    return x_BDX if temperature_B is None else x_BDX / temperature_B[:, None, None]
+def log_odds(logits_BDV: Tensor, choice: ChoiceModel | None) -> Tensor:
+    """Return the log-odds of the target's choices, in fp32. Without a model return the input."""
+    if choice is None:
+        return logits_BDV
+    scaled_BDV = apply_temperature(logits_BDV, choice)
+    if choice.weight_BD is None:
+        return scaled_BDV
+    assert choice.seed_B is not None and choice.position_BD is not None
+    B, D, V = logits_BDV.shape
+    seed_T, position_T = (x.expand(B, D).flatten() for x in (choice.seed_B[:, None], choice.position_BD))
+    odds_BDV = scaled_BDV + choice.weight_BD[..., None] * gumbel(seed_T, position_T, V).view(B, D, V)
+    if choice.least_BD is None or choice.bonus_BD is None:
+        return odds_BDV
+    return odds_BDV + choice.bonus_BD[..., None] * (scaled_BDV >= choice.least_BD[..., None])
+
+
+def apply_temperature(x_BDX: Tensor, choice: ChoiceModel | None) -> Tensor:
+    """Divide by the temperatures of a choice model, in fp32. Without a model return the input."""
+    return x_BDX if choice is None else x_BDX / choice.temperature_BD[..., None]
 
 
 def shortlist(
@@ -37,24 +54,24 @@ def shortlist(
     edge: EdgeFactors,
     count: int,
     num_parents: int,
-    temperature_B: Tensor | None = None,
+    choice: ChoiceModel | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return `count` tokens of every depth, in any order, and their log-probabilities without the edge, in fp32.
 
     The tokens c are those of greatest log q(c|y), maximized over parents y: the `num_parents` most probable tokens of
-    the previous depth (at the first depth the root), and no parent. The logits are divided by `temperature_B`; the
-    gates of the edge have been.
+    the previous depth (at the first depth the root), and no parent. The log-odds of the choices take the place of the
+    logits; the gates of the edge have been divided by the temperatures.
     """
-    parents_BDP = topk_logprob(logits_BDV, num_parents)[0]
+    parents_BDP = topk_logprob(logits_BDV, num_parents, choice)[0]
     rank, size = edge.gate_BDR.shape[-1], edge.successor_VR.itemsize
     kernel = select("shortlist", shortlist_reference, logits_BDV, num_tokens=count, rank=rank, rank_bytes=size)
-    return kernel(logits_BDV, root_B, parents_BDP, edge, count, temperature_B)
+    return kernel(logits_BDV, root_B, parents_BDP, edge, count, choice)
 
 
 def shortlist_reference(
-    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, count: int, temperature_B: Tensor | None
+    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, count: int, choice: ChoiceModel | None
 ) -> tuple[Tensor, Tensor]:
-    alone_BDV = apply_temperature(logits_BDV, temperature_B).float().log_softmax(-1)
+    alone_BDV = log_odds(logits_BDV, choice).float().log_softmax(-1)
     token_BDC = _best_logprob(alone_BDV, root_B, parents_BDP, edge).topk(count)[1]
     return token_BDC, alone_BDV.gather(-1, token_BDC)
 

@@ -5,9 +5,9 @@ k leaders reach is reached by at least k tokens, so by all of the k best; and be
 Tokens that reach the bound pass, and are ranked by counting the better ones. Keys are unique (`_keys`), so neither the
 set that passes nor the ranks depend on the order in which programs run.
 
-Layout, contiguous: logits are (R, V), in chunks of CHUNK, and divided by a temperature as they are loaded; keys of
-leaders (R, leaders), of passed tokens (R, capacity) with their count (R,); partial maxima and sums of exponentials (R,
-chunks); results (R, k).
+Layout, contiguous: logits are (R, V), in chunks of CHUNK, and become log-odds as they are loaded; keys of leaders (R,
+leaders), of passed tokens (R, capacity) with their count (R,); partial maxima and sums of exponentials (R, chunks);
+results (R, k).
 
 A shortlist takes the log-sum-exp of every parent, then the best log-probability of every token. Products of a few
 parents with all successor vectors are bound by reading these vectors, so they are computed twice rather than stored.
@@ -29,10 +29,11 @@ import triton.language as tl
 from torch import Tensor
 
 from jetspec.ops.layouts import power_of_2_below
+from jetspec.ops.noise_triton import gumbel, gumbel_at
 from jetspec.ops.overlap_triton import LOWEST, fetch, launch, wait
 from jetspec.ops.select import device_of
 from jetspec.ops.shortlist import topk_logprob
-from jetspec.types import EdgeFactors
+from jetspec.types import ChoiceModel, EdgeFactors
 
 CHUNK = 4096
 """Logits per load of a program."""
@@ -64,7 +65,7 @@ FEW, MANY = Tiling(RUN=8, OWN=16, BLOCK=256), Tiling(RUN=4, OWN=128, BLOCK=32)
 BOTTOM = tl.constexpr(-(1 << 63))
 
 
-def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def topk_logprob_triton(logits: Tensor, k: int, choice: ChoiceModel | None = None) -> tuple[Tensor, Tensor]:
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
     R, V = logits_RV.shape
     programs = device_of(logits.device).multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
@@ -76,8 +77,7 @@ def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None = N
     capacity = min(V, most_reaching * group)
     span = -(-num_chunks // max(1, programs // R))  # chunks per program of the second kernel
 
-    # Rows of a request share a temperature; one temperature may serve all requests, by a stride of 0.
-    scale = temperature_B, 0 if temperature_B is None else temperature_B.stride(0), logits.shape[-2] if R > 1 else 1
+    entries, rows = _entries(choice), logits.shape[-2] if R > 1 else 1
 
     device = logits.device
     leader_RL = torch.empty(R, num_leaders, dtype=torch.int64, device=device)
@@ -89,11 +89,11 @@ def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None = N
     logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
     sums = top_RC, sum_RC
     groups = {"GROUP": group, "GROUPS": CHUNK // group}
-    launch(_leader_kernel, (R, num_chunks), logits_RV, leader_RL, count_R, *sums, *scale, V, **groups)
+    launch(_leader_kernel, (R, num_chunks), logits_RV, entries, leader_RL, count_R, *sums, rows, V, **groups)
     numbers = V, num_leaders, capacity, span, k, most_reaching
     sizes = {"LEADERS": triton.next_power_of_2(num_leaders), "CHUNK": CHUNK, "RUN": tiling.RUN, "num_warps": 8}
     grid = R, -(-num_chunks // span)
-    launch(_pass_kernel, grid, logits_RV, leader_RL, passed_RP, count_R, *scale, *numbers, **sizes)
+    launch(_pass_kernel, grid, logits_RV, entries, leader_RL, passed_RP, count_R, rows, *numbers, **sizes)
     tensors = passed_RP, count_R, *sums, token_RK, logprob_RK
     sizes = {"CHUNKS": triton.next_power_of_2(num_chunks), "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
     launch(_rank_kernel, (R, -(-most_reaching // tiling.OWN)), *tensors, capacity, num_chunks, k, **sizes)
@@ -101,16 +101,33 @@ def topk_logprob_triton(logits: Tensor, k: int, temperature_B: Tensor | None = N
     return token_RK.view(shape), logprob_RK.view(shape)
 
 
+def _entries(choice: ChoiceModel | None) -> tuple[Any, ...]:
+    """Return the tables of a choice model behind their strides between requests and depths, 0 where entries are
+    shared."""
+    if choice is None:
+        return None, 0, 0, None, None, None, None, None
+    c = choice
+    tables = [c.temperature_BD, c.weight_BD, c.position_BD, c.bonus_BD, c.least_BD]
+    if c.weight_BD is not None:  # all tables have the strides of the first
+        D = max(x.shape[1] for x in tables if x is not None)
+        tables = [None if x is None else x.expand(-1, D).contiguous() for x in tables]
+    temperature, weight, position, *filters = tables
+    assert temperature is not None
+    if None in filters:
+        filters = [None, None]
+    step = temperature.stride(1) if temperature.shape[1] > 1 else 0
+    return temperature, temperature.stride(0), step, weight, c.seed_B, position, *filters
+
+
 @triton.jit
 def _leader_kernel(
     logits_ptr,
+    choice,
     leader_ptr,
     count_ptr,
     top_ptr,
     sum_ptr,
-    temperature_ptr,
-    temperature_stride,
-    rows_per_temperature,
+    rows_per_request,
     V,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -119,19 +136,16 @@ def _leader_kernel(
     """Keys of the leaders of a chunk, and its part of the log-sum-exp. Group g is every GROUPS-th token from g."""
     wait(OVERLAP)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    logits_ptr += row * V
-    request = row // rows_per_temperature * temperature_stride
     # leaders
     group = tl.arange(0, GROUPS)
     token = chunk * GROUP * GROUPS + tl.arange(0, GROUP)[:, None] * GROUPS + group[None, :]
+    logit = _load_odds(logits_ptr + row * V, choice, row, rows_per_request, token, chunk * GROUP * GROUPS, V)
     out = row * tl.num_programs(1) + chunk
-    tl.store(leader_ptr + out * GROUPS + group, tl.max(_keys(logits_ptr, token, V, temperature_ptr, request), axis=0))
+    tl.store(leader_ptr + out * GROUPS + group, tl.max(_keys(logit, token, V), axis=0))
     if chunk == 0:
         tl.store(count_ptr + row, 0)
 
     # partial log-sum-exp
-    logit = tl.load(logits_ptr + token, mask=token < V, other=-float("inf")).to(tl.float32)
-    logit = _scaled(logit, temperature_ptr, request)
     top = tl.maximum(tl.max(logit), LOWEST)
     tl.store(top_ptr + out, top)
     tl.store(sum_ptr + out, tl.sum(tl.exp(logit - top)))
@@ -140,12 +154,11 @@ def _leader_kernel(
 @triton.jit
 def _pass_kernel(
     logits_ptr,
+    choice,
     leader_ptr,
     passed_ptr,
     count_ptr,
-    temperature_ptr,
-    temperature_stride,
-    rows_per_temperature,
+    rows_per_request,
     V,
     num_leaders,
     capacity,
@@ -167,11 +180,10 @@ def _pass_kernel(
 
     # collect keys
     logits_ptr += row * V
-    request = row // rows_per_temperature * temperature_stride
     start = tl.program_id(1) * span * CHUNK
     for block in range(start, tl.minimum(start + span * CHUNK, V), CHUNK):
         token = block + tl.arange(0, CHUNK // RUN)[:, None] * RUN + tl.arange(0, RUN)[None, :]
-        key = _keys(logits_ptr, token, V, temperature_ptr, request)
+        key = _keys(_load_odds(logits_ptr, choice, row, rows_per_request, token, block, V), token, V)
         passes = (key >= bound) & (token < V)
         order = tl.cumsum(passes.to(tl.int32), axis=1)
         found = tl.max(order, axis=1)
@@ -243,19 +255,30 @@ def _log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def _scaled(logit, temperature_ptr, place):
-    """Divide by a temperature, rounded as torch does; without temperatures return the input."""
+def _load_odds(logits_ptr, choice, row, rows_per_request, token, first, V):
+    """Return the log-odds of tokens `first`, `first` + 1, .. in row-major order, -inf past the end. Rounded as torch
+    does, and alike in all kernels."""
+    temperature_ptr, stride, step, weight_ptr, seed_ptr, position_ptr, bonus_ptr, least_ptr = choice
+    logit = tl.load(logits_ptr + token, mask=token < V, other=-float("inf")).to(tl.float32)
     if temperature_ptr is not None:
-        logit = tl.div_rn(logit, tl.load(temperature_ptr + place))
+        request = row // rows_per_request
+        entry = request * stride + row % rows_per_request * step
+        logit = tl.div_rn(logit, tl.load(temperature_ptr + entry))
+        if weight_ptr is not None:
+            bonus = tl.zeros_like(logit)
+            if bonus_ptr is not None:
+                bonus = tl.where(logit >= tl.load(least_ptr + entry), tl.load(bonus_ptr + entry), 0.0)
+            block = first // 4 + tl.arange(0, token.numel // 4)
+            noise = gumbel(tl.load(seed_ptr + request), tl.load(position_ptr + entry), block)
+            noise = tl.reshape(noise, token.shape)
+            logit = tl.fma(tl.load(weight_ptr + entry) + tl.zeros_like(noise), noise, logit) + bonus
     return logit
 
 
 @triton.jit
-def _keys(ptr, place, count, temperature_ptr, request):
+def _keys(wide, place, count):
     """Return keys: the order-preserving integer of a logit above the complement of its token, 32 bits each. NaN has the
     greatest key, as in torch; tokens past the end have the least."""
-    wide = tl.load(ptr + place, mask=place < count, other=0.0).to(tl.float32)
-    wide = _scaled(wide, temperature_ptr, request)
     bits = _ordered(tl.where(wide == 0, 0.0, wide).to(tl.int32, bitcast=True))  # -0.0 equals 0.0
     bits = tl.where(wide == wide, bits, 0x7FFFFFFF)
     return tl.where(place < count, bits.to(tl.int64), -(1 << 31)) << 32 | (0x7FFFFFFF - place).to(tl.int64)
@@ -305,21 +328,20 @@ class Sizes(NamedTuple):
 
 
 def shortlist_triton(
-    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, count: int, temperature_B: Tensor | None
+    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, count: int, choice: ChoiceModel | None
 ) -> tuple[Tensor, Tensor]:
     logits_BDV = logits_BDV.contiguous()
-    best_BDV, lse_BD = best_logprob_triton(logits_BDV, root_B, parents_BDP, edge, temperature_B)
+    best_BDV, lse_BD = best_logprob_triton(logits_BDV, root_B, parents_BDP, edge, choice)
     token_BDC = topk_logprob(best_BDV, count)[0]
     logprob_BDC = torch.empty_like(token_BDC, dtype=torch.float32)
     B, D, V = logits_BDV.shape
-    grid, tensors = (B * D, triton.cdiv(count, GATHER_BLOCK)), (logits_BDV, token_BDC, lse_BD, temperature_B)
-    sizes = V, count, _stride(temperature_B)
-    launch(_gather_logprob_kernel, grid, *tensors, logprob_BDC, *sizes, D=D, BLOCK=GATHER_BLOCK)
+    grid, tensors = (B * D, triton.cdiv(count, GATHER_BLOCK)), (logits_BDV, token_BDC, lse_BD, _entries(choice))
+    launch(_gather_logprob_kernel, grid, *tensors, logprob_BDC, V, count, D=D, BLOCK=GATHER_BLOCK)
     return token_BDC, logprob_BDC
 
 
 def best_logprob_triton(
-    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, temperature_B: Tensor | None
+    logits_BDV: Tensor, root_B: Tensor, parents_BDP: Tensor, edge: EdgeFactors, choice: ChoiceModel | None
 ) -> tuple[Tensor, Tensor]:
     """Return the best log-probability of each token, (B, D, V), and the log-sum-exp without an edge, (B, D)."""
     (B, D, V), P, R = logits_BDV.shape, parents_BDP.shape[-1], edge.gate_BDR.shape[-1]
@@ -333,10 +355,10 @@ def best_logprob_triton(
     total_BCDQ, lse_QBD = torch.empty_like(top_BCDQ), top_BCDQ.new_empty(P + 1, B, D)
     best_BDV = top_BCDQ.new_empty(B, D, V)
     inputs = (
-        *(logits_BDV, root_B.contiguous(), parents_BDP.contiguous(), temperature_B),
+        *(logits_BDV, root_B.contiguous(), parents_BDP.contiguous(), _entries(choice)),
         *(edge.gate_BDR.contiguous(), edge.predecessor_VR.contiguous(), edge.successor_VR.contiguous()),
     )
-    grid, numbers = (chunks, blocks, B), (V, span, _stride(temperature_B))
+    grid, numbers = (chunks, blocks, B), (V, span)
     options: dict[str, Any] = {"sizes": Sizes(D, P, R, ranks, depths, parents, tile)}
     # On Hopper, four warps feed 64 rows to the tensor cores.
     options["num_warps"] = 8 if depths * parents >= 128 else 4
@@ -361,11 +383,6 @@ def num_depths(D: int, parents: int, ranks: int, itemsize: int) -> int:
     return max(2, min(triton.cdiv(rows, parents), triton.next_power_of_2(D)))
 
 
-def _stride(temperature_B: Tensor | None) -> int:
-    """Return the stride between requests, 0 where they share one temperature."""
-    return 0 if temperature_B is None else temperature_B.stride(0)
-
-
 @triton.jit
 def _children_kernel(
     inputs,
@@ -375,13 +392,12 @@ def _children_kernel(
     best_ptr,
     V,
     span,
-    temperature_stride,
     sizes: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """One chunk of the vocabulary. Without log-sum-exps: the maximum logit of each row, and the sum of exponentials
     relative to it. With them: the log-probability of each token, maximized over the parents of a depth and none."""
-    logits_ptr, root_ptr, parents_ptr, temperature_ptr, gate_ptr, predecessor_ptr, successor_ptr = inputs
+    logits_ptr, root_ptr, parents_ptr, choice, gate_ptr, predecessor_ptr, successor_ptr = inputs
     D: tl.constexpr = sizes.D
     DEPTHS: tl.constexpr = sizes.DEPTHS
     PARENTS: tl.constexpr = sizes.PARENTS
@@ -391,8 +407,7 @@ def _children_kernel(
     if lse_ptr is None:
         top = tl.full([DEPTHS * PARENTS], LOWEST, tl.float32)
         total = tl.zeros([DEPTHS * PARENTS], tl.float32)
-    else:
-        own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
+    own_depth = tl.program_id(1) * DEPTHS + tl.arange(0, DEPTHS)
     # prefetch successors, load parents
     _fetch_successors(successor_ptr, chunk * span, V, sizes.R, TILE, OVERLAP)
     wait(OVERLAP)
@@ -402,7 +417,13 @@ def _children_kernel(
     for start in range(chunk * span, tl.minimum(chunk * span + span, V), TILE):
         token = start + tl.arange(0, TILE)
         successor = _successors(successor_ptr, token, V, sizes)
-        logits = _load_logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D)
+        if choice[3] is None:
+            logits = _load_logits(logits_ptr, choice, row, depth, token, V, D)
+        else:
+            odds = _load_odds_of_depths(logits_ptr, choice, row, own_depth, token, start, V, D)
+            odds = tl.reshape(odds, [DEPTHS // 2, 1, 2, 1, TILE])
+            odds = tl.broadcast_to(odds, [DEPTHS // 2, 2, 2, PARENTS // 2, TILE])  # in the order of `_rows`
+            logits = tl.reshape(odds, [DEPTHS * PARENTS, TILE])
         # tensor cores; of fp32 factors with nearly fp32 precision
         z = tl.dot(gated, successor, logits, input_precision="tf32x3")
         if lse_ptr is None:
@@ -443,11 +464,10 @@ def _gather_logprob_kernel(
     logits_ptr,
     token_ptr,
     lse_ptr,
-    temperature_ptr,
+    choice,
     out_ptr,
     V,
     count,
-    temperature_stride,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr = False,
@@ -458,8 +478,16 @@ def _gather_logprob_kernel(
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     token = tl.load(token_ptr + level * count + place, mask=place < count, other=0)
     logit = tl.load(logits_ptr + level * V + token, mask=place < count, other=0.0).to(tl.float32)
+    temperature_ptr, stride, step, weight_ptr, seed_ptr, position_ptr, bonus_ptr, least_ptr = choice
     if temperature_ptr is not None:
-        logit /= tl.load(temperature_ptr + level // D * temperature_stride)
+        row = level // D
+        entry = row * stride + level % D * step
+        logit /= tl.load(temperature_ptr + entry)
+        if weight_ptr is not None:
+            noise = gumbel_at(tl.load(seed_ptr + row), tl.load(position_ptr + entry), token)
+            if bonus_ptr is not None:
+                logit += tl.where(logit >= tl.load(least_ptr + entry), tl.load(bonus_ptr + entry), 0.0)
+            logit += tl.load(weight_ptr + entry) * noise
     tl.store(out_ptr + level * count + place, logit - tl.load(lse_ptr + level), mask=place < count)
 
 
@@ -479,13 +507,31 @@ def _rows(DEPTHS: tl.constexpr, PARENTS: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(logits_ptr, temperature_ptr, temperature_stride, row, depth, token, V, D: tl.constexpr):
+def _load_odds_of_depths(logits_ptr, choice, row, depth, token, first, V, D: tl.constexpr):
+    """Return the log-odds of a tile of tokens from `first` at every depth, -inf past the end of the vocabulary."""
+    temperature_ptr, stride, step, weight_ptr, seed_ptr, position_ptr, bonus_ptr, least_ptr = choice
+    level = tl.minimum(depth, D - 1)
+    entry = (row * stride + level * step)[:, None]
+    place = (row * D + level)[:, None] * V + token[None, :]
+    inside = tl.broadcast_to((token < V)[None, :], place.shape)
+    logit = tl.load(logits_ptr + place, mask=inside, other=-float("inf")).to(tl.float32)
+    logit = logit / tl.load(temperature_ptr + entry)
+    block = (first // 4 + tl.arange(0, token.shape[0] // 4))[None, :]
+    noise = gumbel(tl.load(seed_ptr + row), tl.load(position_ptr + entry), block)
+    if bonus_ptr is not None:
+        logit += tl.where(logit >= tl.load(least_ptr + entry), tl.load(bonus_ptr + entry), 0.0)
+    return logit + tl.load(weight_ptr + entry) * noise
+
+
+@triton.jit
+def _load_logits(logits_ptr, choice, row, depth, token, V, D: tl.constexpr):
     """Return the logits of a tile of tokens for every row, -inf past the end of the vocabulary."""
+    temperature_ptr, stride, step, _, _, _, _, _ = choice
     place = (row * D + tl.minimum(depth, D - 1))[:, None] * V + token[None, :]
     inside = tl.broadcast_to((token < V)[None, :], place.shape)
     logit = tl.load(logits_ptr + place, mask=inside, other=-float("inf")).to(tl.float32)
     if temperature_ptr is not None:
-        logit *= 1 / tl.load(temperature_ptr + row * temperature_stride)
+        logit *= (1 / tl.load(temperature_ptr + row * stride + tl.minimum(depth, D - 1) * step))[:, None]
     return logit
 
 

@@ -1,6 +1,7 @@
 """Draft trees: their representation, their construction from candidates, and the acceptance of a path by the target."""
 
-from jetspec.tree.accept import accept, choose_nodes, choose_token, filter_logits, forbid, gumbel, penalize, walk
+from jetspec.ops.noise import gumbel
+from jetspec.tree.accept import accept, choose_nodes, choose_token, filter_logits, forbid, least_kept, penalize, walk
 from jetspec.tree.build import GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import WORD, Acceptance, Candidates, DraftTree, children_of, pack_bits, unpack_bits
 from jetspec.tree.ngrams import MAX_CHAIN, Matches, NgramTable, append, learn, match, merge
@@ -25,6 +26,7 @@ __all__ = [
     "forbid",
     "gumbel",
     "learn",
+    "least_kept",
     "match",
     "merge",
     "pack_bits",

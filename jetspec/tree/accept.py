@@ -18,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetspec.ops.noise import gumbel
 from jetspec.ops.select import operation
 from jetspec.tree.draft_tree import Acceptance, DraftTree, unpack_bits
 from jetspec.types import RowPenalties, RowSampling
-
-_MASK32 = 0xFFFFFFFF
-_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
 
 
 @operation(lambda _, logits_BNV, *__: (logits_BNV,))
@@ -93,12 +90,16 @@ def choose_token(logits_BV: Tensor, sampling: RowSampling, position_B: Tensor) -
 @operation(lambda logits_BNV, *_: (logits_BNV,))
 def choose_nodes(logits_BNV: Tensor, sampling: RowSampling, position_BN: Tensor) -> Tensor:
     """`choose_token` for several nodes per request, which share its sampling parameters. int64 (B, N)."""
-    num_nodes = logits_BNV.shape[1]
+    sampling = _of_nodes(sampling, logits_BNV.shape[1])
+    return choose_token(logits_BNV.flatten(0, 1), sampling, position_BN.flatten()).view(logits_BNV.shape[:2])
+
+
+def _of_nodes(sampling: RowSampling, num_nodes: int) -> RowSampling:
+    """Return the parameters of every node of the requests."""
     columns: dict[str, Any] = {
         k: v.repeat_interleave(num_nodes) for k, v in vars(sampling).items() if torch.is_tensor(v)
     }
-    token_T = choose_token(logits_BNV.flatten(0, 1), replace(sampling, **columns), position_BN.flatten())
-    return token_T.unflatten(0, (-1, num_nodes))
+    return replace(sampling, **columns)
 
 
 def filter_logits(logits_BV: Tensor, sampling: RowSampling) -> Tensor:
@@ -112,7 +113,20 @@ def filter_logits(logits_BV: Tensor, sampling: RowSampling) -> Tensor:
     logits_BV = logits_BV.float() / temperature_B[:, None]
     if not sampling.any_filtered:
         return logits_BV
+    return logits_BV.masked_fill(logits_BV < _least_kept(logits_BV, sampling)[:, None], -torch.inf)
 
+
+@operation(lambda logits_BNV, _: (logits_BNV,))
+def least_kept(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
+    """Return the least value, after temperature, that the filters keep, (B, N) float32. -inf for greedy rows."""
+    sampling = _of_nodes(sampling, logits_BNV.shape[1])
+    is_sampled_T = sampling.temperature_B > 0
+    temperature_T = torch.where(is_sampled_T, sampling.temperature_B.clamp(min=1e-6), 1.0)
+    least_T = _least_kept(logits_BNV.flatten(0, 1).float() / temperature_T[:, None], sampling)
+    return torch.where(is_sampled_T, least_T, -torch.inf).unflatten(0, logits_BNV.shape[:2])
+
+
+def _least_kept(logits_BV: Tensor, sampling: RowSampling) -> Tensor:
     vocab = logits_BV.shape[-1]
     sorted_BV = logits_BV.sort(descending=True).values
     top_k_B = torch.where(sampling.top_k_B > 0, sampling.top_k_B, vocab).clamp(max=vocab)
@@ -124,41 +138,7 @@ def filter_logits(logits_BV: Tensor, sampling: RowSampling) -> Tensor:
     last_B1 = sorted_BV.gather(1, num_kept_B[:, None] - 1)
 
     min_p_B1 = sorted_BV[:, :1] + sampling.min_p_B[:, None].log()
-    return logits_BV.masked_fill(logits_BV < torch.maximum(last_B1, min_p_B1), -torch.inf)
-
-
-def gumbel(seed_B: Tensor, position_B: Tensor, vocab: int) -> Tensor:
-    """Standard Gumbel noise (B, V), float32: a function of (seed, position, token) alone.
-
-    Token t uses word t % 4 of the generator's block t // 4.
-    """
-    block_Q = torch.arange(-(-vocab // 4), device=seed_B.device)[None]
-    zero = torch.zeros_like(block_Q[:, :1])
-    key = (seed_B[:, None] & _MASK32, seed_B[:, None] >> 32 & _MASK32)
-    words = philox((block_Q, position_B[:, None], zero, zero), key)
-    word_BV = torch.stack(words, dim=-1).flatten(1)[:, :vocab]
-    # The token with the smallest exponential over its probability wins: small u decide, so log1p keeps them precise.
-    # The largest u would round to 1 and give infinity.
-    uniform_BV = ((word_BV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -(-torch.log1p(-uniform_BV)).log()
-
-
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 (Salmon et al., 2011): four random 32-bit words per counter, in int64 tensors that broadcast."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        high0, low0 = _multiply(c0, _MULTIPLIER[0])
-        high1, low1 = _multiply(c2, _MULTIPLIER[1])
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + _WEYL[0] & _MASK32, k1 + _WEYL[1] & _MASK32
-    return c0, c1, c2, c3
-
-
-def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Return the high and low word of a product of 32-bit numbers. int64 wraps around, so it holds all 64 bits."""
-    product = x * factor
-    return product >> 32 & _MASK32, product & _MASK32
+    return torch.maximum(last_B1, min_p_B1)[:, 0]
 
 
 # -- penalties and masks

@@ -19,10 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jetspec.ops.noise_triton import gumbel
 from jetspec.ops.overlap_triton import launch
 from jetspec.ops.shortlist_triton import topk_logprob_triton
 from jetspec.tree.draft_tree import Acceptance, DraftTree
-from jetspec.types import RowSampling
+from jetspec.types import ChoiceModel, RowSampling
 
 CHUNK = 4096
 """Logits per program of the choice."""
@@ -42,7 +43,7 @@ def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: 
     num_chunks = -(-V // chunk)
     key_BNC = torch.empty(B, N, num_chunks, dtype=torch.int64, device=logits_BNV.device)
     token_BN = torch.empty(B, N, dtype=torch.int64, device=logits_BNV.device)
-    threshold_BN = _thresholds(logits_BNV, sampling) if sampling.any_filtered else None
+    threshold_BN = least_kept_triton(logits_BNV, sampling) if sampling.any_filtered else None
     tensors = logits_BNV, threshold_BN, position_BN.contiguous(), sampling.temperature_B, sampling.seed_B, key_BNC
     launch(_choose_nodes_kernel, (B * N, num_chunks), *tensors, N, V, SAMPLED=sampling.any_sampled, CHUNK=chunk)
     sizes = {"CHUNKS": triton.next_power_of_2(num_chunks), "num_warps": 1}
@@ -50,11 +51,10 @@ def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: 
     return token_BN
 
 
-def _thresholds(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
-    """Return the least value, after temperature, that the filters of a row keep. -inf for rows without filters."""
+def least_kept_triton(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
     B, N, V = logits_BNV.shape
     K = min(V, BEST if B * N < MANY_ROWS else BEST_OF_MANY)
-    best = topk_logprob_triton(logits_BNV, K, sampling.temperature_B.clamp(min=COLDEST.value))
+    best = topk_logprob_triton(logits_BNV, K, ChoiceModel(sampling.temperature_B.clamp(min=COLDEST.value)[:, None]))
     threshold_BN = torch.empty(B, N, dtype=torch.float32, device=logits_BNV.device)
     filters = sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B
     sizes = {"RANKS": triton.next_power_of_2(K), "BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": 16}
@@ -89,7 +89,7 @@ def _choose_nodes_kernel(
             if threshold_ptr is not None:
                 value = tl.where(value < tl.load(threshold_ptr + node), -float("inf"), value)
             seed, position = tl.load(seed_ptr + request), tl.load(position_ptr + node)
-            value += _gumbel(seed, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
+            value += gumbel(seed, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
     # argmax of the chunk
     value = tl.where(value == 0, 0.0, value)  # -0 and 0 are equal
     key = ordered(value.to(tl.int32, bitcast=True)).to(tl.int64) << 32 | (0x7FFFFFFF - token).to(tl.int64)
@@ -103,25 +103,6 @@ def _best_chunk_kernel(key_ptr, token_ptr, num_chunks, CHUNKS: tl.constexpr):
     chunk = tl.arange(0, CHUNKS)
     key = tl.load(key_ptr + node * num_chunks + chunk, mask=chunk < num_chunks, other=-(1 << 63))
     tl.store(token_ptr + node, 0x7FFFFFFF - (tl.max(key) & 0x7FFFFFFF))
-
-
-@triton.jit
-def _gumbel(seed, position, block):
-    """Return the Gumbel noise of the four tokens of each block, in token order."""
-    words = _philox_words(seed, position, block)
-    uniform = tl.minimum((words.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    # log1p(-u): the quotient corrects the rounding of 1 - u.
-    rest = 1 - uniform
-    log1p = tl.where(rest == 1, -uniform, tl.log(rest) * (uniform / (1 - rest)))
-    return -tl.log(-log1p)
-
-
-@triton.jit
-def _philox_words(seed, position, block):
-    """Return the words of `philox` at counters (block, position, 0, 0): four per block, one after another."""
-    zero = tl.zeros_like(block)
-    w0, w1, w2, w3 = tl.philox(seed, block, zero + position.to(tl.int32), zero, zero)
-    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
 
 @triton.jit

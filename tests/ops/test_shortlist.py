@@ -12,7 +12,9 @@ from torch import Tensor
 
 from jetspec.ops import shortlist
 from jetspec.ops.select import force
-from jetspec.types import EdgeFactors
+from jetspec.ops.shortlist import log_odds
+from jetspec.types import ChoiceModel, EdgeFactors
+from tests.ops.test_topk_logprob import random_choice
 
 
 def random_drafts(
@@ -50,7 +52,7 @@ def test_shortlist_holds_the_best_children_of_probable_parents(num_parents: int)
 def test_temperature_divides_the_logits() -> None:
     logits, root_B, edge = random_drafts((3, 2, 30, 4))
     temperature_B = torch.tensor([0.5, 1.0, 2.0])
-    got = shortlist(logits, root_B, edge, 6, 2, temperature_B)
+    got = shortlist(logits, root_B, edge, 6, 2, ChoiceModel(temperature_B[:, None]))
     want = shortlist(logits / temperature_B[:, None, None], root_B, edge, 6, 2)
     assert torch.equal(got[0], want[0])
     torch.testing.assert_close(got[1], want[1])
@@ -60,7 +62,7 @@ def compare(
     inputs: tuple[Tensor, Tensor, EdgeFactors],
     count: int,
     num_parents: int,
-    temperature: str,
+    model: str,
     slack: float,
     programs: int | None = None,
 ) -> None:
@@ -68,15 +70,17 @@ def compare(
     from jetspec.ops import shortlist_triton
 
     logits, root_B, edge = inputs
-    temperature_B = None
-    if temperature == "own":
-        temperature_B = torch.linspace(0.5, 1.5, len(logits), device=logits.device)
-    elif temperature == "shared":
-        temperature_B = torch.tensor([0.7], device=logits.device).expand(len(logits))
+    choice, device = None, logits.device
+    if model == "own":
+        choice = ChoiceModel(torch.linspace(0.5, 1.5, len(logits), device=device)[:, None])
+    elif model == "shared":
+        choice = ChoiceModel(torch.tensor([0.7], device=device).expand(len(logits))[:, None])
+    elif model != "none":
+        choice = random_choice(*logits.shape[:2], model == "filtered", str(device))
     programs = programs or shortlist_triton.PROGRAMS
     with force("triton"), patch.object(shortlist_triton, "PROGRAMS", programs):
-        token, logprob = shortlist(logits, root_B, edge, count, num_parents, temperature_B)
-    scaled = logits.float() if temperature_B is None else logits.float() / temperature_B[:, None, None]
+        token, logprob = shortlist(logits, root_B, edge, count, num_parents, choice)
+    scaled = log_odds(logits, choice).float()
     torch.testing.assert_close(logprob, scaled.log_softmax(-1).gather(-1, token), atol=1e-3, rtol=1e-3)
     for row in range(len(logits)):
         for depth in range(logits.shape[1]):
@@ -92,20 +96,22 @@ CASES = [
     ((3, 2, 40, 16), 5, 4, "shared"),
     ((1, 1, 90, 8), 4, 7, "none"),
     ((1, 5, 80, 8), 6, 40, "none"),
+    ((2, 3, 90, 4), 9, 2, "sampled"),
+    ((2, 2, 70, 8), 6, 3, "filtered"),
 ]
 
 
-@pytest.mark.parametrize(("sizes", "count", "num_parents", "temperature"), CASES)
+@pytest.mark.parametrize(("sizes", "count", "num_parents", "model"), CASES)
 @pytest.mark.parametrize("programs", [1, 1024])
 def test_kernels_equal_the_definition(
-    interpreter: Executor, sizes: Any, count: int, num_parents: int, temperature: str, programs: int
+    interpreter: Executor, sizes: Any, count: int, num_parents: int, model: str, programs: int
 ) -> None:
-    interpreter.submit(compare, random_drafts(sizes), count, num_parents, temperature, 1e-4, programs).result()
+    interpreter.submit(compare, random_drafts(sizes), count, num_parents, model, 1e-4, programs).result()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("sizes", "count", "num_parents", "temperature"),
+    ("sizes", "count", "num_parents", "model"),
     [
         ((1, 15, 49152, 128), 256, 7, "shared"),
         ((8, 15, 151_936, 128), 512, 4, "own"),
@@ -115,6 +121,6 @@ def test_kernels_equal_the_definition(
 )
 @pytest.mark.parametrize(("dtype", "slack"), [(torch.float32, 1e-3), (torch.bfloat16, 0.3)])
 def test_kernels_on_a_gpu(
-    sizes: Any, count: int, num_parents: int, temperature: str, dtype: torch.dtype, slack: float
+    sizes: Any, count: int, num_parents: int, model: str, dtype: torch.dtype, slack: float
 ) -> None:
-    compare(random_drafts(sizes, dtype, "cuda"), count, num_parents, temperature, slack)
+    compare(random_drafts(sizes, dtype, "cuda"), count, num_parents, model, slack)

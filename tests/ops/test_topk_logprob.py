@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Executor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,15 +11,17 @@ from torch import Tensor
 
 from jetspec.ops import topk_logprob
 from jetspec.ops.select import force
+from jetspec.ops.shortlist import log_odds
+from jetspec.types import ChoiceModel
 
 
-def compare(logits: Tensor, k: int, chunk: int = 0, temperature_B: Tensor | None = None) -> None:
+def compare(logits: Tensor, k: int, chunk: int = 0, choice: ChoiceModel | None = None) -> None:
     """Compare with a stable sort, which orders ties as well. `chunk` overrides the size of a chunk."""
     with pytest.MonkeyPatch.context() as patch, force("triton"):
         if chunk:
             patch.setattr("jetspec.ops.shortlist_triton.CHUNK", chunk)
-        token, logprob = topk_logprob(logits, k, temperature_B)
-    divided = logits.float() if temperature_B is None else logits.float() / temperature_B[:, None, None]
+        token, logprob = topk_logprob(logits, k, choice)
+    divided = log_odds(logits, choice).float()
     assert token.dtype == torch.int64 and logprob.dtype == torch.float32
     assert torch.equal(token, divided.sort(descending=True, stable=True).indices[..., :k])
     expected = divided.gather(-1, token) - divided.logsumexp(-1, keepdim=True)
@@ -43,7 +46,25 @@ def test_temperatures_divide_the_logits(interpreter: Executor, dtype: torch.dtyp
     logits = 3 * torch.randn(3, 2, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
     temperature_B = torch.tensor([0.8, 1.0, 2.5])
     temperature_B = temperature_B[:1].expand(3) if shared else temperature_B
-    interpreter.submit(compare, logits, 40, 64, temperature_B).result()
+    interpreter.submit(compare, logits, 40, 64, ChoiceModel(temperature_B[:, None])).result()
+
+
+def random_choice(B: int, D: int, filters: bool, device: str = "cpu") -> ChoiceModel:
+    """Weights and filters of sampled requests and, in the first row, of a greedy one."""
+    rng = torch.Generator().manual_seed(B)
+    tables = 0.5 + torch.rand(4, B, D, generator=rng)
+    tables[1:3, 0] = 0
+    temperature, weight, bonus, least = tables.to(device)
+    found = ChoiceModel(temperature, weight, seed_B=(torch.arange(B, device=device) << 40) + 5)
+    found = replace(found, position_BD=torch.arange(B * D, device=device).view(B, D))
+    return replace(found, bonus_BD=bonus, least_BD=least) if filters else found
+
+
+@pytest.mark.parametrize("filters", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_noise_and_filters_take_part(interpreter: Executor, dtype: torch.dtype, filters: bool) -> None:
+    logits = 3 * torch.randn(3, 2, 150, generator=torch.Generator().manual_seed(0)).to(dtype)
+    interpreter.submit(compare, logits, 40, 64, random_choice(3, 2, filters)).result()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +117,7 @@ def test_temperatures_on_a_gpu(k: int) -> None:
     logits = 3 * torch.randn(4, 15, 49152, generator=generator, device="cuda")
     temperature_B = torch.tensor([0.8, 1.0, 2.5, 1.7], device="cuda")
     for each_B in (temperature_B, temperature_B[:1].expand(4)):
-        compare(logits, k, 64, each_B)
+        compare(logits, k, 64, ChoiceModel(each_B[:, None]))
 
 
 @pytest.mark.gpu

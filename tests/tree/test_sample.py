@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from jetspec.ops.noise import philox
 from jetspec.ops.select import force
 from jetspec.tree import choose_nodes, choose_token, filter_logits, gumbel
-from jetspec.tree.accept import philox
 from jetspec.types import RowSampling, SamplingParams
 
 
@@ -181,7 +181,7 @@ def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams], be
     kernel: Any = importlib.import_module("jetspec.tree.accept_triton")
     kernel.BLOCK, kernel.BEST = 32, best
     sampling = replace(rows(*params), any_filtered=True)
-    threshold_B = kernel._thresholds(logits_BV[:, None], sampling)[:, 0]
+    threshold_B = kernel.least_kept_triton(logits_BV[:, None], sampling)[:, 0]
     for row, p in enumerate(params):
         filtered_V = filter_logits(logits_BV[row : row + 1], rows(p))[0]
         scaled_V = logits_BV[row] / max(p.temperature, 1e-6)
