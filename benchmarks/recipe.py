@@ -64,11 +64,11 @@ class Kind:
     """Remark for a reader of its numbers."""
 
 
-_SHAPE = ("width", "depth", "ngrams", "expand", "score", "entropy_weight", "draft_temperature", "shortlist")
-_SHAPE += ("shortlist_parents",)
+_TREE_ONLY = ("width", "depth", "ngrams", "choice_model", "expand", "score", "entropy_weight", "draft_temperature")
+_SHAPE = (*_TREE_ONLY, "shortlist", "shortlist_parents")
 """Settings of a method that are settings of its trees."""
 _TREE = ("budgets", "width", "depth")
-_SCORED = ("head", "budgets", *_SHAPE[:-2])
+_SCORED = ("head", "budgets", *_TREE_ONLY)
 _EAGER = (
     "`generate` as it comes: eager, with a cache that grows; nothing is compiled or captured, so on a GPU it is as fast"
     " as the host."
@@ -141,6 +141,7 @@ class MethodConfig:
     shortlist_parents: int | None = None
     ngrams: bool | None = None
     """N-grams of the text join the trees of a head. False by default, as heads are published."""
+    choice_model: bool | None = None
     assistant: str | None = None
     """Smaller model of the same vocabulary, for assisted generation of transformers."""
     lookup_tokens: int | None = None

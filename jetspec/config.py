@@ -73,7 +73,10 @@ class TreeConfig:
     """Weight of the entropy in the `hybrid` score, 0 or more."""
     draft_temperature: float = 0.8
     """Temperature of the draft for greedy requests, above 0 to 10; below 1 the most probable token counts for more.
-    Sampled requests are drafted at their own temperature."""
+    Sampled requests are drafted by the choice model of the head."""
+    choice_model: bool = True
+    """Draft sampled requests with the noise of their choices, which is known beforehand, and with weights that were
+    fitted per head. False: at their own temperature, as if the noise were unknown."""
     shortlist: int = 256
     """Candidate tokens per depth that the edge term of a head ranks, at least `width`. 0: the whole vocabulary."""
     shortlist_parents: int = 7
@@ -106,8 +109,9 @@ class TreeConfig:
         _in_range("shortlist_parents", self.shortlist_parents, 0, MAX_SHORTLIST_PARENTS)
         if self.shortlist and self.shortlist < self.width:
             raise ValueError(f"shortlist is {self.shortlist}; it must be at least the width, {self.width}")
-        if not isinstance(self.ngrams, bool):
-            raise ValueError(f"ngrams is {self.ngrams!r}; it must be true or false")
+        for name in ("ngrams", "choice_model"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         batches = [each.batch for each in self.batch_trees]
         if batches != sorted(set(batches)):
             raise ValueError(f"batch_trees has batches {', '.join(map(str, batches))}; they must rise")

@@ -350,8 +350,10 @@ class ChoiceModel:
     seed_B: Tensor | None = None
     position_BD: Tensor | None = None
     """Positions of the choices, int64."""
+    filters: RowSampling | None = None
+    """Sampling parameters of the requests, where their filters count."""
     least_BD: Tensor | None = None
-    """Least quotient of logit and temperature that the filters keep. None: there are no filters."""
+    """Least quotient of logit and temperature that the filters keep. None: not known, or there are no filters."""
 
     def at(self, depth: int) -> ChoiceModel:
         """Returns the model of one depth."""

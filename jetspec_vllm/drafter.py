@@ -19,7 +19,7 @@ from jetspec.models.head_format import load_head, read_config
 from jetspec.models.hub import resolve
 from jetspec.models.weights import random_weights
 from jetspec.tree import WORD, DraftTree, build_tree
-from jetspec.types import BatchLayout, KVPages, TreeBatch
+from jetspec.types import BatchLayout, ChoiceModel, KVPages, TreeBatch
 from jetspec_vllm.attention import TreeAttentionBackend, pages_of
 from jetspec_vllm.draft_graphs import DraftGraphs, DraftInputs
 from jetspec_vllm.options import tree_config
@@ -230,7 +230,9 @@ class TreeDrafter(DraftModelSpeculator):
     def guess(self, block: TreeBatch, anchor_B: Tensor, temperature_B: Tensor, cache: list[KVPages]) -> DraftTree:
         """Best trees below the anchors, drafted at the temperatures of their requests."""
         hidden_BDM = self.head.propose(block, self.target, cache)[:, : self.depth]
-        candidates = self.head.candidates(hidden_BDM, anchor_B, self.target, self.tree, temperature_B)
+        candidates = self.head.candidates(
+            hidden_BDM, anchor_B, self.target, self.tree, ChoiceModel(temperature_B[:, None])
+        )
         return build_tree(anchor_B, candidates, self.tree, self.depth)
 
     def block(self, anchor_B: Tensor, length_B: Tensor, page_BP: Tensor) -> TreeBatch:

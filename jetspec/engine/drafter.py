@@ -13,7 +13,8 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.engine.kv_cache import KVCache
-from jetspec.engine.rows import RowTable
+from jetspec.engine.rows import ChoiceRows, RowTable
+from jetspec.models.choices import ChoiceFits
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import EngineHead, HeadState
 from jetspec.ops.transfer import send, upload
@@ -91,10 +92,13 @@ class HeadDrafter(Drafter):
         assert cache.head is not None
         self.head, self.cache, self.tree, self.ngrams = head, cache, tree, cache.rows.ngrams
         self.state = HeadState(target, cache.head.layers, cache.head.feature_SM, head.context_weights())
-        self.draft_temperature = DraftTemperature(tree.draft_temperature, cache.device)
         self.tap_layers = head.head_config.tap_layers
         self.trees: dict[int, TreeConfig] = {}
         self.nodes = {tree: head.nodes(tree) for tree in map(self.tree_of, (1, *(t.batch for t in tree.batch_trees)))}
+        fits = head.choices if tree.choice_model else ChoiceFits()
+        self.choices = cache.rows.choices = ChoiceRows(
+            fits, tree.draft_temperature, cache.rows, self.tree_of(1).depth or 1
+        )
 
     def draft(self, state: RoundState) -> tuple[Any, Matches | None]:
         B = len(state.anchor_B)
@@ -103,10 +107,11 @@ class HeadDrafter(Drafter):
         depth_BN = depth_1N.expand(B, -1)
         mask_BNW = None if mask_1NW is None else mask_1NW.expand(B, -1, -1)
         nodes = self.cache.place(state.row_B, depth_BN, depth_BN, mask_BNW)  # the head sets the tokens
-        by_head = self.head.draft(nodes, state.anchor_B, tree, self.state, self.draft_temperature.of(state))
+        assert tree.depth is not None
+        choice = self.choices.model(state.row_B, state.sampling, nodes.layout.cached_len_B, tree.depth)
+        by_head = self.head.draft(nodes, state.anchor_B, tree, self.state, choice)
         if self.ngrams is None:
             return by_head, None
-        assert tree.depth is not None
         depth = min(tree.depth, tree.budget - 1, MAX_CHAIN)
         return by_head, match(self.ngrams, state.row_B, nodes.layout.cached_len_B, depth)
 
@@ -132,21 +137,6 @@ class HeadDrafter(Drafter):
             depth = min(config.draft_depth(tree.depth), config.draft_depth(self.tree.depth))
             self.trees[batch] = replace(tree, depth=depth, batch_trees=())
         return self.trees[batch]
-
-
-class DraftTemperature:
-    """Draft temperatures: a sampled request is drafted at its sampling temperature, a greedy one at a fixed one."""
-
-    def __init__(self, greedy: float, device: torch.device) -> None:
-        self.greedy = greedy
-        self.greedy_1 = None if greedy == 1 else torch.full((1,), greedy, device=device)
-
-    def of(self, state: RoundState) -> Tensor | None:
-        """Temperature per request. None: 1 for all."""
-        if state.sampling.any_sampled:
-            temperature_B = state.sampling.temperature_B
-            return torch.where(temperature_B > 0, temperature_B, self.greedy)
-        return None if self.greedy_1 is None else self.greedy_1.expand(len(state.anchor_B))
 
 
 @dataclass

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from jetspec import ops
 from jetspec.config import TreeConfig
 from jetspec.models.block_conv import BlockConv, ConvConfig, ConvLayer
+from jetspec.models.choices import ChoiceFits
 from jetspec.models.decoder import DecoderConfig, DecoderLayer, DecoderStack, Linear, RMSNorm, Rope
 from jetspec.models.masked_attention import Visible, attend_masked, narrow
 from jetspec.models.path_terms import BlockStates, PathConfig, make_term
 from jetspec.ops import HeadNorm
-from jetspec.tree import Candidates, DraftTree, build_tree, pack_bits
-from jetspec.types import BatchLayout, EdgeFactors, KVPages, TreeBatch
+from jetspec.tree import Candidates, DraftTree, build_tree, least_kept, pack_bits
+from jetspec.types import BatchLayout, ChoiceModel, EdgeFactors, KVPages, TreeBatch
 
 LastTap = Literal["raw", "normed"]
 """Output of the target's last layer: of the layer itself, or of the norm after it."""
@@ -174,6 +175,8 @@ class EngineHead(DecoderStack, ABC):
     """Size of the vector that it keeps for each cached position. 0: none."""
     uses_score = True
     """The settings `expand` and `score` apply to its trees."""
+    choices = ChoiceFits()
+    """Weights with which its logits predict sampled choices."""
 
     def init_weights(self, seed: int = 0) -> Self:
         """Initialises matrices and biases."""
@@ -195,7 +198,7 @@ class EngineHead(DecoderStack, ABC):
 
     @abstractmethod
     def draft(
-        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
+        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, choice: ChoiceModel | None
     ) -> Any:
         """Drafts below each anchor. `nodes` are positions and slots of the tokens in flight, without their tokens."""
 
@@ -258,12 +261,12 @@ class DraftHead(EngineHead):
         return torch.arange(self.head_config.block_size, device=self.norm.weight.device)[None], None
 
     def draft(
-        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
+        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, choice: ChoiceModel | None
     ) -> Candidates:
         block = replace(nodes, token_T=self.block_tokens(anchor_B).flatten())
         hidden_BSM = self.run_block(block, state.target, state.layers)
         hidden_BDM = self.predicting(hidden_BSM)[:, : tree.depth]
-        found = self.candidates(hidden_BDM, anchor_B, state.target, tree, temperature_B)
+        found = self.candidates(hidden_BDM, anchor_B, state.target, tree, choice)
         if self.path is not None:
             feature_BF = None
             if state.feature_SM is not None:
@@ -271,7 +274,7 @@ class DraftHead(EngineHead):
                 before_BF = state.feature_SM[slot_before(nodes.layout)]
                 feature_BF = torch.where(is_first_B1, self.path.feature(anchor_B), before_BF)
             states = BlockStates(hidden_BSM, anchor_B, 0 if self.head_config.shifted else 1, state.target, feature_BF)
-            found = replace(found, path=self.path.bind(states, temperature_B))
+            found = replace(found, path=self.path.bind(states, choice))
         return found if self.confidence is None else replace(found, survival=self.survival(hidden_BDM))
 
     def build(self, anchor_B: Tensor, drafted: Candidates, tree: TreeConfig) -> DraftTree:
@@ -398,30 +401,30 @@ class DraftHead(EngineHead):
         root_B: Tensor,
         target: Embedder,
         tree: TreeConfig,
-        temperature_B: Tensor | None = None,
+        choice: ChoiceModel | None = None,
     ) -> Candidates:
-        """Returns the candidates of a tree at depths 1..D below the roots. `temperature_B` are the draft temperatures;
-        None: 1."""
+        """Returns the candidates of a tree at depths 1..D below the roots. Without a choice model their probabilities
+        are those of the head."""
         hidden_TM, (B, D) = hidden_BDM.flatten(0, 1), hidden_BDM.shape[:2]
         logits_BDV = self.logits(hidden_TM, target).unflatten(0, (B, D))
-        V, entropy_BD = logits_BDV.shape[-1], None
+        V, entropy_BD, choice = logits_BDV.shape[-1], None, with_filters(choice, logits_BDV)
         if tree.score != "accum_logp":
             # Validation would synchronise with the device, which a CUDA graph cannot.
             scaled = torch.distributions.Categorical(
-                logits=ops.apply_temperature(logits_BDV, temperature_B).float(), validate_args=False
+                logits=ops.log_odds(logits_BDV, choice).float(), validate_args=False
             )
             entropy_BD = scaled.entropy()
         c, count = self.head_config, min(tree.width, V)
         if c.edge or c.path:
             count = min(tree.shortlist or V, V, (c.edge and c.edge.candidates) or V)
         if self.edge is None:
-            return Candidates(*ops.topk_logprob(logits_BDV, count, temperature_B), entropy_BD)
-        gate_BDR = ops.apply_temperature(self.edge.gates(hidden_TM).unflatten(0, (B, D)), temperature_B).float()
+            return Candidates(*ops.topk_logprob(logits_BDV, count, choice), entropy_BD)
+        gate_BDR = ops.apply_temperature(self.edge.gates(hidden_TM).unflatten(0, (B, D)), choice).float()
         edge = EdgeFactors(gate_BDR, self.edge.predecessor, self.edge.successor)
         if tree.shortlist_parents and count < V and not (c.edge and c.edge.candidates):
-            found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.shortlist_parents, V), temperature_B)
+            found = ops.shortlist(logits_BDV, root_B, edge, count, min(tree.shortlist_parents, V), choice)
         else:
-            found = ops.topk_logprob(logits_BDV, count, temperature_B)
+            found = ops.topk_logprob(logits_BDV, count, choice)
         return Candidates(*found, entropy_BD, edge)
 
     def forward_blocks(
@@ -451,6 +454,14 @@ class DraftHead(EngineHead):
         """Returns attention of slots over context rows, then slots."""
         q, k, v = ops.rotate_qkv(qkv, self.config.num_kv_heads, rope, norm)
         return attend_masked(q, torch.cat((k_context, k), -3), torch.cat((v_context, v), -3), visible)
+
+
+def with_filters(choice: ChoiceModel | None, logits_BDV: Tensor) -> ChoiceModel | None:
+    """Adds the values that the filters of the requests keep of the head's own distributions."""
+    if choice is None or choice.filters is None:
+        return choice
+    scale_BD = choice.filters.temperature_B.clamp(min=1e-6)[:, None] / choice.temperature_BD
+    return replace(choice, least_BD=least_kept(logits_BDV, choice.filters) * scale_BD)
 
 
 def slot_before(layout: BatchLayout) -> Tensor:

@@ -35,11 +35,11 @@ from jetspec.models.decoder import (
     RMSNorm,
     Rope,
 )
-from jetspec.models.draft_head import Embedder, EngineHead, HeadState, LastTap, slot_before
+from jetspec.models.draft_head import Embedder, EngineHead, HeadState, LastTap, slot_before, with_filters
 from jetspec.models.masked_attention import Visible, attend_own
 from jetspec.ops import HeadNorm, Residual
 from jetspec.tree import DraftTree, GrowingTree, pack_bits
-from jetspec.types import TreeBatch
+from jetspec.types import ChoiceModel, TreeBatch
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Eagle3Head(EngineHead):
         return ((node_N + width - 1) // width)[None], own_NW[None]
 
     def draft(
-        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, temperature_B: Tensor | None
+        self, nodes: TreeBatch, anchor_B: Tensor, tree: TreeConfig, state: HeadState, choice: ChoiceModel | None
     ) -> GrowingTree:
         """Grows a tree with a pass per level.
 
@@ -186,7 +186,6 @@ class Eagle3Head(EngineHead):
         growing = GrowingTree(anchor_B, self.head_config.frontier(tree), tree.budget)
         B, layout = len(anchor_B), replace(nodes.layout, first_seen=1)
         position_BN, slot_BN = (x.view(B, -1) for x in (nodes.position_T, nodes.slot_T))
-        temperature_B11 = None if temperature_B is None else temperature_B[:, None, None]
         hidden_BWM = state.feature_SM[slot_before(nodes.layout)][:, None]
         mask_BWw, first = nodes.ancestor_BNW[:, :1], 0
         for level in range(min(tree.depth, tree.budget - 1)):
@@ -206,7 +205,8 @@ class Eagle3Head(EngineHead):
             (attend,), rope = self.paged(batch, state.layers), self.rope(batch.position_T)
             x_TM = self.embed(batch.token_T, state.target)
             hidden_TM, normed_TM = self.layer(x_TM, hidden_BWM.flatten(0, 1), rope, attend, self.norm)
-            token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), growing.width, temperature_B11)
+            own = choice and choice.at(level + 1)
+            token_BWK, logprob_BWK = self.best_tokens(normed_TM.unflatten(0, (B, W)), growing.width, own)
             if not level:
                 logprob_BWK = logprob_BWK.masked_fill((layout.cached_len_B == 0)[:, None, None], -torch.inf)
             parent_BW1 = growing.extend(token_BWK, logprob_BWK)[..., None]
@@ -227,13 +227,15 @@ class Eagle3Head(EngineHead):
         kv, pages = attention.context(row_TX), state.layers[0]
         ops.rotate_store(kv, self.config.num_kv_heads, rope, attention.head_norm, pages, batch.slot_T)
 
-    def best_tokens(self, normed: Tensor, count: int, draft_temperature: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def best_tokens(self, normed: Tensor, count: int, choice: ChoiceModel | None = None) -> tuple[Tensor, Tensor]:
         """Returns the best tokens after states (.., M), best first, and their log-probabilities."""
-        logits = self.lm_head(normed)
-        if draft_temperature is not None:
-            logits = logits.float() / draft_temperature
-        token, logprob = ops.topk_logprob(logits, min(count, self.head_config.draft_vocab_size))
-        return self.token_of[token], logprob
+        c, logits, token_of = self.head_config, self.lm_head(normed), self.token_of
+        count = min(count, c.draft_vocab_size)
+        if choice is not None and choice.weight_BD is not None and c.draft_vocab_size < c.layers.vocab_size:
+            full = logits.new_full((*logits.shape[:-1], c.layers.vocab_size), -torch.inf)  # noise is of target tokens
+            return ops.topk_logprob(full.index_copy_(-1, token_of, logits), count, with_filters(choice, full))
+        token, logprob = ops.topk_logprob(logits, count, with_filters(choice, logits))
+        return token_of[token], logprob
 
     def forward_unrolled(
         self,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from jetspec import ops
 from jetspec.models.decoder import DecoderConfig, Linear, RMSNorm
-from jetspec.types import PathTerm
+from jetspec.types import ChoiceModel, PathTerm
 
 PathKind = Literal["gated", "recurrent", "gru", "mixed", "corrected"]
 
@@ -92,14 +92,13 @@ class Term(nn.Module):
         for name in names:
             self.register_parameter(name, nn.Parameter(torch.empty(vocab_size, self.config.rank)))
 
-    def bind(self, block: BlockStates, temperature_B: Tensor | None = None) -> PathTerm:
+    def bind(self, block: BlockStates, choice: ChoiceModel | None = None) -> PathTerm:
         """Returns the term of the trees below a batch of anchors, divided by the draft temperatures."""
-        factor_B11 = None if temperature_B is None else temperature_B.reciprocal()[:, None, None]
 
         def step(depth: int, token_BW: Tensor, state_BWS: Tensor) -> tuple[Tensor, Tensor]:
             vector_BWR, state_BWS = self.step(block, depth, token_BW, state_BWS)
             vector_BWR = vector_BWR.float() * float(depth >= self.config.first_depth)
-            return vector_BWR if factor_B11 is None else vector_BWR * factor_B11, state_BWS
+            return ops.apply_temperature(vector_BWR, choice and choice.at(depth)), state_BWS
 
         return PathTerm(self.root(block), step, self.rows(block.target))
 

@@ -7,6 +7,6 @@ from jetspec.ops.layouts import HeadNorm, Placement, Residual, Routed, SlotRows,
 from jetspec.ops.linear import add_linear, linear, norm_linear, norm_swiglu, pack
 from jetspec.ops.moe import add_mixture, norm_route
 from jetspec.ops.norm_rope import rms_norm, rope, rotate, rotate_qkv, rotate_store, rotate_store_layers, swiglu
-from jetspec.ops.shortlist import apply_temperature, shortlist, topk_logprob
+from jetspec.ops.shortlist import apply_temperature, log_odds, shortlist, topk_logprob
 from jetspec.ops.transfer import copy_to_host, note_time
 from jetspec.ops.tree_attention import AttentionPlan, KernelPlan, plan_attention, tree_attention

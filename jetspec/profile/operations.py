@@ -16,7 +16,7 @@ from jetspec.ops import HeadNorm
 from jetspec.ops.select import Kernels, force
 from jetspec.profile.config import WIDTH, OpOptions
 from jetspec.profile.timing import as_graph, time_ms
-from jetspec.types import BatchLayout, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
+from jetspec.types import BatchLayout, ChoiceModel, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
 
 PAGE_SIZE, DEPTH, EDGE_RANK = 16, 15, 128
 COLD_BYTES = 128 << 20
@@ -69,7 +69,7 @@ class Inputs:
         self.shortlist = min(self.asked.shortlist or self.config.vocab_size, self.config.vocab_size)
         self.tree_config = TreeConfig(budget=self.N, width=WIDTH, shortlist=self.asked.shortlist)
         self.anchor_B = torch.arange(self.B, device=self.device)
-        self.temperature_B = torch.full((self.B,), TreeConfig.draft_temperature, device=self.device)
+        self.choice = ChoiceModel(torch.full((self.B, 1), TreeConfig.draft_temperature, device=self.device))
         """Default draft temperature of each request."""
         self.generator = torch.Generator(self.device).manual_seed(0)
 
@@ -205,7 +205,7 @@ def swiglu(inputs: Inputs) -> Operation:
 def topk_logprob(inputs: Inputs, count: int = WIDTH) -> Operation:
     """Compares values only: tokens with tied logits may come in any order."""
     logits_BDV = inputs.head_logits()
-    return Operation(lambda: (ops.topk_logprob(logits_BDV, count, inputs.temperature_B)[1],), logits_BDV.nbytes)
+    return Operation(lambda: (ops.topk_logprob(logits_BDV, count, inputs.choice)[1],), logits_BDV.nbytes)
 
 
 @operation
@@ -220,7 +220,7 @@ def shortlist(inputs: Inputs) -> Operation:
     parents = TreeConfig.shortlist_parents
 
     def run() -> tuple[Tensor, ...]:
-        found = ops.shortlist(logits_BDV, inputs.anchor_B, edge, inputs.shortlist, parents, inputs.temperature_B)
+        found = ops.shortlist(logits_BDV, inputs.anchor_B, edge, inputs.shortlist, parents, inputs.choice)
         return (found[1].amax(-1),)
 
     return Operation(run, 2 * (logits_BDV.nbytes + edge.successor_VR.nbytes))

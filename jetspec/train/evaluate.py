@@ -25,7 +25,7 @@ from jetspec.models.heads import Head
 from jetspec.ops.select import force
 from jetspec.progress import progress_bar
 from jetspec.tree import DraftTree, walk
-from jetspec.types import BatchLayout, KVPages, TreeBatch
+from jetspec.types import BatchLayout, ChoiceModel, KVPages, TreeBatch
 
 RANKS = (1, 2, 4, 8, 16)
 """Numbers of best candidates for which the share of true tokens among them is reported."""
@@ -263,8 +263,8 @@ class Reading:
             nodes = replace(nodes, ancestor_BNW=bits_1NW.expand(len(anchor_B), -1, -1))
             features = F.pad(features, (0, 0, 0, len(nodes.token_T)))
         state = replace(self.state, layers=pages, feature_SM=features)
-        temperature_B = self.tap_TX.new_full(anchor_B.shape, tree.draft_temperature, dtype=torch.float32)
-        return self.head.draft(nodes, self.token_T[anchor_B], tree, state, temperature_B)
+        temperature_B1 = self.tap_TX.new_full((len(anchor_B), 1), tree.draft_temperature, dtype=torch.float32)
+        return self.head.draft(nodes, self.token_T[anchor_B], tree, state, ChoiceModel(temperature_B1))
 
     def ranks(self, anchor_B: Tensor, drafted: Any, next_BD: Tensor) -> Tensor:
         """Rank of each next token among the candidates of its true parent, (B, D). `drafted` is of a block head."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec.config import TreeConfig
-from jetspec.engine.drafter import DraftTemperature, NgramDrafter, RoundState
+from jetspec.engine.drafter import NgramDrafter, RoundState
+from jetspec.engine.rows import ChoiceRows, RowTable
+from jetspec.models.choices import ChoiceFits, Fit, Weights
 from jetspec.tree import DraftTree
 from jetspec.types import Request, RowSampling, SamplingParams
 from tests.trees import validate
@@ -33,16 +34,29 @@ def tree_of(batch: RoundState, tree: TreeConfig) -> DraftTree:
     return drafter.build(batch, drafter.draft(batch))
 
 
-def test_draft_temperature_is_that_of_the_tree_or_the_request() -> None:
-    greedy, cpu = state([[1], [2], [3]]), torch.device("cpu")
+FITS = ChoiceFits((Fit(1.0, depths=(Weights(1.1, 0.8), Weights(0.9, 0.6, 0.5))),))
+
+
+@pytest.mark.parametrize("fits", [ChoiceFits(), FITS], ids=["no fits", "fits"])
+@pytest.mark.parametrize("greedy", [0.75, 1.0])
+def test_choice_model_is_that_of_the_tree_or_the_request(fits: ChoiceFits, greedy: float) -> None:
     params = [SamplingParams(temperature=t) for t in (0.0, 0.5, 2.0)]
-    mixed = replace(greedy, sampling=RowSampling.of(params, [0] * 3, "cpu"))
-    for draft_temperature in (0.75, 1.0):
-        temperature = DraftTemperature(draft_temperature, cpu)
-        of_mixed, of_greedy = temperature.of(mixed), temperature.of(greedy)
-        assert of_mixed is not None and of_mixed.tolist() == [draft_temperature, 0.5, 2.0]
-        assert (of_greedy is None) == (draft_temperature == 1)
-        assert of_greedy is None or of_greedy.tolist() == [draft_temperature] * 3
+    table = ChoiceRows(fits, greedy, RowTable(4, 10, torch.device("cpu")), 3)
+    table.entered.update(enumerate(params))
+    table.flush()
+    row_B, length_B = torch.arange(3), torch.tensor([4, 5, 6])
+    of_greedy = table.model(row_B, RowSampling.of([SamplingParams()] * 3, [0] * 3, "cpu"), length_B, 2)
+    assert (of_greedy is None) == (greedy == 1)
+    assert of_greedy is None or of_greedy.temperature_BD.flatten().tolist() == [greedy] * 3
+    mixed = table.model(row_B, RowSampling.of(params, [0] * 3, "cpu"), length_B, 2)
+    assert mixed is not None and mixed.temperature_BD[0].tolist() == [greedy] * 2
+    if not fits.fits:
+        assert mixed.temperature_BD[:, 0].tolist() == [greedy, 0.5, 2.0] and mixed.weight_BD is None
+        return
+    assert mixed.weight_BD is not None and mixed.position_BD is not None
+    assert mixed.position_BD.tolist() == [[5, 6], [6, 7], [7, 8]]
+    torch.testing.assert_close(mixed.weight_BD, torch.tensor([[0.0, 0.0], [0.4, 0.3], [0.8, 0.6]]))
+    torch.testing.assert_close(mixed.temperature_BD[1], torch.tensor([(greedy + 1.1) / 2, (greedy + 0.9) / 2]))
 
 
 @given(st.lists(texts, min_size=1, max_size=3), st.integers(2, 20), st.integers(1, 3), st.integers(1, 6))

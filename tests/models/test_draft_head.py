@@ -12,6 +12,7 @@ from torch import Tensor
 from jetspec import ops
 from jetspec.config import Score, TreeConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig, default_tap_layers
+from jetspec.types import ChoiceModel
 from tests.models.head_paged import (
     CAUSAL,
     HEADS,
@@ -198,7 +199,7 @@ def test_draft_temperature_divides_the_logits(edge: bool, shortlist_parents: int
     hidden_BDM, root_B = torch.randn(2, 3, CAUSAL.layers.hidden_size), torch.tensor([4, 5])
     temperature_B = torch.tensor([0.5, 2.0])
     tree = TreeConfig(width=4, shortlist=9, shortlist_parents=shortlist_parents)
-    found = head.candidates(hidden_BDM, root_B, TARGET, tree, temperature_B)
+    found = head.candidates(hidden_BDM, root_B, TARGET, tree, ChoiceModel(temperature_B[:, None]))
     logits_BDV = TARGET.logits(hidden_BDM) / temperature_B[:, None, None]
     assert_close(found.logprob_BDC, logits_BDV.log_softmax(-1).gather(-1, found.token_BDC))
     if head.edge is not None:
@@ -214,7 +215,9 @@ def test_candidates_need_no_synchronisation(score: Score) -> None:
     head = random_head(replace(CAUSAL, edge=EdgeConfig(rank=4))).to("meta")
     target, hidden_BDM = Embedder(), torch.empty(2, 3, CAUSAL.layers.hidden_size, device="meta")
     target.embedding, target.matrix = target.embedding.to("meta"), target.matrix.to("meta")
-    root_B, temperature_B = torch.empty(2, dtype=torch.long, device="meta"), torch.ones(2, device="meta")
-    found = head.candidates(hidden_BDM, root_B, target, TreeConfig(score=score, shortlist=9), temperature_B)
+    root_B, temperature_B1 = torch.empty(2, dtype=torch.long, device="meta"), torch.ones(2, 1, device="meta")
+    found = head.candidates(
+        hidden_BDM, root_B, target, TreeConfig(score=score, shortlist=9), ChoiceModel(temperature_B1)
+    )
     assert found.token_BDC.shape == (2, 3, 9)
     assert (found.entropy_BD is None) == (score == "accum_logp")

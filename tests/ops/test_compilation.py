@@ -28,8 +28,9 @@ from jetspec.tree import (
     merge,
     walk,
 )
-from jetspec.types import BatchLayout, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
+from jetspec.types import BatchLayout, ChoiceModel, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
 from tests.kernels import Compiled, compiled
+from tests.ops.test_topk_logprob import random_choice
 
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL_SHARED, SHARED = 99 * 1024, 226 * 1024
@@ -125,9 +126,11 @@ def product(rows: int, size: int, inner: int, kind: str) -> None:
         ops.add_linear(new(rows, size), new(rows, inner), new(size, inner), None, new(size), new(rows, size))
 
 
-def shortlist(rank: int, dtype: torch.dtype, scaled: bool) -> None:
-    temperature = new(1, dtype=FP32) if scaled else None
-    ops.shortlist(new(1, 15, 49152, dtype=dtype), ints(1), edge(1, 15, 49152, rank, dtype), 256, 7, temperature)
+def shortlist(rank: int, dtype: torch.dtype, model: str) -> None:
+    choice = None if model == "none" else ChoiceModel(new(1, 1, dtype=FP32))
+    if model == "filtered":
+        choice = random_choice(1, 15, True, "meta")
+    ops.shortlist(new(1, 15, 49152, dtype=dtype), ints(1), edge(1, 15, 49152, rank, dtype), 256, 7, choice)
 
 
 PLAIN: dict[str, Callable[[], object]] = {
@@ -138,7 +141,7 @@ PLAIN: dict[str, Callable[[], object]] = {
     "rotate odd heads": lambda: rotate(32, 96, True),
     "cache": copy_cache,
     "copy": lambda: ops.copy_to_host(ints(700), ints(700)),
-    "top k": lambda: ops.topk_logprob(new(1, 15, 151936), 128, new(1, dtype=FP32)),
+    "top k": lambda: ops.topk_logprob(new(1, 15, 151936), 128, ChoiceModel(new(1, 1, dtype=FP32))),
     "top k of many rows": lambda: ops.topk_logprob(new(960, 49152, dtype=FP32), 8),
     "greedy": lambda: choose(SamplingParams(), 49152, FP32),
     "filtered": lambda: choose(SamplingParams(1.0, top_k=5, top_p=0.9, min_p=0.1), 151936, BF16),
@@ -184,13 +187,15 @@ def test_weights_of_experts_go_to_the_queue_of_the_tensor_cores(tokens: int, dty
     assert all("cp.async" in kernel.ptx and ("wgmma" in kernel.ptx) == (dtype == BF16) for kernel in products)
 
 
-@pytest.mark.parametrize(("dtype", "rank", "scaled"), [(BF16, 128, True), (BF16, 256, True), (FP32, 128, False)])
-def test_shortlists_use_tensor_cores_and_fit_small_gpus(dtype: torch.dtype, rank: int, scaled: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "rank", "model"), [(BF16, 128, "greedy"), (BF16, 256, "filtered"), (FP32, 128, "none")]
+)
+def test_shortlists_use_tensor_cores_and_fit_small_gpus(dtype: torch.dtype, rank: int, model: str) -> None:
     """Without tensor cores an fp32 product takes far longer than reading its factors."""
     assert rank <= select.MAX_RANK[dtype.itemsize]
 
     def products(capability: int) -> list[Compiled]:
-        found = compiled(lambda: shortlist(rank, dtype, scaled), capability)
+        found = compiled(lambda: shortlist(rank, dtype, model), capability)
         assert all("st.global" in kernel.ptx for kernel in found)
         return [kernel for kernel in found if kernel.name == "_children_kernel"]
 

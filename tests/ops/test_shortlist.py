@@ -76,7 +76,7 @@ def compare(
     elif model == "shared":
         choice = ChoiceModel(torch.tensor([0.7], device=device).expand(len(logits))[:, None])
     elif model != "none":
-        choice = random_choice(*logits.shape[:2], model == "filtered", str(device))
+        choice = random_choice(logits.shape[0], logits.shape[1], model == "filtered", str(device))
     programs = programs or shortlist_triton.PROGRAMS
     with force("triton"), patch.object(shortlist_triton, "PROGRAMS", programs):
         token, logprob = shortlist(logits, root_B, edge, count, num_parents, choice)
