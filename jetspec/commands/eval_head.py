@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from jetspec.commands.screen import note, number_table, out, write_json
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.files import check_writable
 from jetspec.settings import at_least
+from jetspec.types import SamplingParams
 
 if TYPE_CHECKING:
     from jetspec.data.answers import Decoded
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 PerTask = Mapping[str, Mapping[str, float]]
 """Task -> budget -> a number."""
+
+FITTED_TEXTS, FITTED_TOKENS = 60, 128
+"""Texts that a choice model is fitted to, and their length."""
 
 app = typer.Typer(add_completion=False)
 
@@ -43,6 +47,9 @@ class EvalOptions:
     """A,B,..: trees to measure, each a chain or a number of nodes."""
     real: bool = True
     """Decode as well, in addition to scoring the target's text."""
+    fit_choices: bool = False
+    """Also fit the choice model of the head to sampled answers, which makes sampled drafts better, and store it in the
+    head's folder."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens"):
@@ -75,7 +82,7 @@ class Evaluation:
 )
 @options(
     *("--model=model.name", "model.head", "eval.tasks", "eval.limit", "eval.max_tokens"),
-    *("eval.budgets", "eval.real"),
+    *("eval.budgets", "eval.real", "eval.fit_choices"),
 )
 def eval_head_command(
     settings: Evaluation,
@@ -116,6 +123,8 @@ def eval_head_command(
         scores[task] = score_head(
             llm.target.decoder, llm.head, answers, settings.eval.names, settings.tree, progress=True
         )
+    if settings.eval.fit_choices:
+        _fit_choices(llm, documents, _head_folder(llm))
     real = _decode(llm, settings, documents) if settings.eval.real else {}
     results = _results(llm, settings, scores, real)
     write_json(results) if as_json else _show(results, HeadScore.join(list(scores.values())))
@@ -157,6 +166,49 @@ def _decode(
             note(f"{task}: decoding with {_label(name)}")
             real[task][name] = decode(fast, answers, settings.eval.max_tokens, progress=True)
     return real
+
+
+def _head_folder(llm: LLM) -> Path:
+    """Folder of the head, in which fits can be stored."""
+    from jetspec.models.hub import head_path, resolve
+
+    assert llm.head_name is not None
+    folder = resolve(head_path(llm.head_name))
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder, so it cannot hold the fits of a choice model")
+    return folder
+
+
+def _fit_choices(llm: LLM, documents: Mapping[str, Sequence[Document]], folder: Path) -> None:
+    """Fits the choice model to answers that the target samples to the same questions, equally many of each task."""
+    from jetspec.data.corpus import answer_spans
+    from jetspec.models.choices import ChoiceFits
+    from jetspec.models.draft_head import DraftHead
+    from jetspec.train.choices import SETTINGS, fit_choices
+
+    if not isinstance(llm.head, DraftHead):
+        raise ValueError("choice models are fitted for heads that draft a block in one pass")
+    each = max(1, FITTED_TEXTS // len(documents))
+    prompts = [
+        document.tokens[: answer_spans(document)[0][0]].tolist()
+        for answers in documents.values()
+        for document in answers[:each]
+    ]
+    plain, fits = llm.with_drafter("none"), []
+    for sampling in SETTINGS:
+        note(f"sampling {len(prompts)} answers, then fitting: {_describe(sampling)}")
+        params = [replace(sampling, seed=seed, max_tokens=FITTED_TOKENS) for seed in range(len(prompts))]
+        answers = plain.generate(prompts, params, progress=True)
+        texts = [([*prompt, *answer.token_ids], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
+        fits.append(fit_choices(llm.target.decoder, llm.head, texts, sampling))
+    llm.head.choices = ChoiceFits(tuple(fits))
+    llm.head.choices.write(folder)
+    note(f"the choice model is in {folder}")
+
+
+def _describe(sampling: SamplingParams) -> str:
+    usual, names = SamplingParams(), ("temperature", "top_p", "top_k", "min_p")
+    return ", ".join(f"{n} {getattr(sampling, n):g}" for n in names if getattr(sampling, n) != getattr(usual, n))
 
 
 def _results(

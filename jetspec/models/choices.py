@@ -7,6 +7,7 @@ them, texts never do.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -39,7 +40,14 @@ class Fit:
     depths: tuple[Weights, ...] = ()
     """From depth 1 on; deeper ones are like the last."""
     observations: int = 0
-    """Choices of the target that they were fitted to."""
+    """Choices of the target at depth 1 that they were fitted to."""
+
+    def __post_init__(self) -> None:
+        if not self.depths:
+            raise ValueError(f"the fit for temperature {self.temperature} has no depths")
+        for weights in self.depths:
+            if not (weights.temperature > 0 and all(map(math.isfinite, weights))):
+                raise ValueError(f"{list(weights)} are no weights: they are finite, and the temperature is above 0")
 
     @property
     def filters(self) -> tuple[float, int, float]:

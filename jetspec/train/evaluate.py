@@ -254,8 +254,9 @@ class Reading:
         self.state = HeadState(target, _make_pages(head, len(tokens)), feature_TM, head.context_weights())
         head.observe(tap_TX, batch, self.state)
 
-    def draft(self, anchor_B: Tensor, tree: TreeConfig) -> Any:
-        """Drafts of the head at these positions after the text before them, for its `build`."""
+    def draft(self, anchor_B: Tensor, tree: TreeConfig, choice: ChoiceModel | None = None) -> Any:
+        """Drafts of the head at these positions after the text before them, for its `build`. Without a choice model it
+        drafts greedy text."""
         (depth_N,), bits_1NW = self.head.nodes(tree)
         nodes, pages = self.place(anchor_B, depth_N, self.state.layers)
         features = self.state.feature_SM
@@ -263,8 +264,8 @@ class Reading:
             nodes = replace(nodes, ancestor_BNW=bits_1NW.expand(len(anchor_B), -1, -1))
             features = F.pad(features, (0, 0, 0, len(nodes.token_T)))
         state = replace(self.state, layers=pages, feature_SM=features)
-        temperature_B1 = self.tap_TX.new_full((len(anchor_B), 1), tree.draft_temperature, dtype=torch.float32)
-        return self.head.draft(nodes, self.token_T[anchor_B], tree, state, ChoiceModel(temperature_B1))
+        greedy_B1 = self.tap_TX.new_full((len(anchor_B), 1), tree.draft_temperature, dtype=torch.float32)
+        return self.head.draft(nodes, self.token_T[anchor_B], tree, state, choice or ChoiceModel(greedy_B1))
 
     def ranks(self, anchor_B: Tensor, drafted: Any, next_BD: Tensor) -> Tensor:
         """Rank of each next token among the candidates of its true parent, (B, D). `drafted` is of a block head."""

@@ -194,7 +194,7 @@ def compare_thresholds(logits_BV: torch.Tensor, params: list[SamplingParams], be
 def test_kernel_finds_the_thresholds_of_the_filters(
     interpreter: Executor, params: SamplingParams, rounded: bool, best: int
 ) -> None:
-    """Where the best tokens decide, and where they do not."""
+    """The best tokens decide, or bisection does."""
     interpreter.submit(compare_thresholds, random_logits(1, 1, 50, rounded)[0], [params], best).result()
 
 

@@ -1,0 +1,122 @@
+"""The choice model: drafts depend on it, texts never do, and with the target's own logits it predicts every choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jetspec.config import EngineConfig, TreeConfig
+from jetspec.engine.rows import ChoiceRows, RowTable
+from jetspec.models.choices import CHOICES_FILE, ChoiceFits, Fit, Weights
+from jetspec.models.draft_head import with_filters
+from jetspec.ops import topk_logprob
+from jetspec.train.evaluate import whole
+from jetspec.types import KVPages, RowSampling, SamplingParams
+from tests.engine.tiny import Texts, engine_of, head_of, make_engine, run, tiny_decoder
+
+TARGET = tiny_decoder()
+PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [5, 4] * 10]
+SAMPLED = SamplingParams(max_tokens=20, temperature=0.9, seed=11)
+FILTERED = replace(SAMPLED, temperature=0.7, top_p=0.8, top_k=20)
+SETTINGS = [SAMPLED, FILTERED, replace(SAMPLED, min_p=0.1), replace(SAMPLED, temperature=0.0)]
+TRUTH = Texts(TARGET, PROMPTS)
+
+weights = st.builds(Weights, st.sampled_from([0.05, 0.8, 30.0]), st.floats(-5, 5), st.sampled_from([0.0, -3.0, 50.0]))
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(["causal", "edge", "eagle3", "eagle3_few_tokens"]),
+    st.lists(
+        st.tuples(st.sampled_from([0.3, 1.0]), weights, weights), min_size=1, max_size=2, unique_by=lambda x: x[0]
+    ),
+    st.sampled_from(SETTINGS),
+    st.sampled_from([3, 16, 40]),
+    st.sampled_from([0, 3]),
+)
+def test_texts_do_not_depend_on_the_weights(
+    who: str, fits: list[tuple[float, Weights, Weights]], sampling: SamplingParams, budget: int, parents: int
+) -> None:
+    head = head_of(who, TARGET)
+    assert head is not None
+    head.choices = ChoiceFits(tuple(Fit(temperature, depths=tuple(depths)) for temperature, *depths in fits))
+    tree = TreeConfig(budget=budget, width=3, shortlist=8, shortlist_parents=parents)
+    done = run(make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2)), PROMPTS, sampling)
+    assert [c.token_ids for c in done] == TRUTH[sampling]
+
+
+def logits_of(tokens: list[int]) -> Tensor:
+    """The target's logits after every token."""
+    import numpy as np
+
+    c = TARGET.config
+    pages = [
+        KVPages(*torch.zeros(2, len(tokens), 1, c.num_kv_heads, c.head_dim).unbind(0)) for _ in range(c.num_layers)
+    ]
+    with torch.inference_mode():
+        return TARGET.logits(TARGET(whole(np.asarray(tokens), torch.device("cpu")), pages).hidden_TM)
+
+
+@pytest.mark.parametrize("sampling", SETTINGS[:3], ids=["plain", "filtered", "min_p"])
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_targets_own_logits_and_the_noise_give_its_choices(sampling: SamplingParams, late: int) -> None:
+    """At the positions of the choices: one position later the noise is another."""
+    fits = ChoiceFits((Fit(sampling.temperature, depths=(Weights(sampling.temperature, 1.0, 1e4),)),))
+    depth = sampling.token_limit
+    table = ChoiceRows(fits, 0.8, RowTable(1, TARGET.config.vocab_size, torch.device("cpu")), depth)
+    table.entered[0] = sampling
+    table.flush()
+    hits = 0
+    for prompt, answer in zip(PROMPTS, TRUTH[sampling], strict=True):
+        logits_1DV = logits_of([*prompt, *answer])[len(prompt) - 1 : -1][None]
+        length_B = torch.tensor([len(prompt) - 1 + late])
+        columns = RowSampling.of([sampling], [sampling.seed or 0], "cpu")
+        model = table.model(torch.tensor([0]), columns, length_B, depth)
+        token_1D1, logprob_1D1 = topk_logprob(logits_1DV, 1, with_filters(model, logits_1DV))
+        hits += int((token_1D1[0, :, 0] == torch.tensor(answer)).sum())
+        assert (logprob_1D1 <= 0).all()
+    assert (hits == depth * len(PROMPTS)) == (not late)
+
+
+def test_noise_is_left_out_on_request() -> None:
+    head = head_of("edge", TARGET)
+    assert head is not None
+    head.choices = ChoiceFits((Fit(1.0, depths=(Weights(1.0, 5.0),)),))
+    trees = []
+    for uses in (True, False):
+        tree = TreeConfig(budget=8, width=4, choice_model=uses, ngrams=False)
+        engine = make_engine(TARGET, "head", head, tree)
+        trees.append([c.stats.accepted_lengths for c in run(engine, PROMPTS, SAMPLED)])
+    plain = engine_of(TARGET, "edge", TreeConfig(budget=8, width=4, ngrams=False))
+    assert trees[0] != trees[1] == [c.stats.accepted_lengths for c in run(plain, PROMPTS, SAMPLED)]
+
+
+def test_weights_are_those_of_similar_filters_between_temperatures() -> None:
+    fits = ChoiceFits(
+        (
+            Fit(0.5, depths=(Weights(1.0, 0.4),)),
+            Fit(1.0, depths=(Weights(2.0, 0.8), Weights(3.0, 0.6))),
+            Fit(1.0, top_p=0.8, top_k=20, depths=(Weights(1.0, 0.1, 0.7),)),
+        )
+    )
+    assert fits.weights(SamplingParams(0.0), 0.8, 2) == [Weights(0.8, 0.0)] * 2
+    assert fits.weights(SamplingParams(0.5), 0.8, 1) == [Weights(1.0, 0.4)]
+    assert fits.weights(SamplingParams(2.0), 0.8, 3) == [Weights(2.0, 0.8), *[Weights(3.0, 0.6)] * 2]
+    assert fits.weights(SamplingParams(1.0, top_p=0.9, top_k=40), 0.8, 1) == [Weights(1.0, 0.1, 0.7)]
+    assert fits.weights(SamplingParams(0.75), 0.8, 1)[0] == pytest.approx((1.5, 0.6, 0.0))
+    assert fits.weights(SamplingParams(0.25), 0.8, 1)[0] == pytest.approx((0.9, 0.2, 0.0))
+
+
+def test_fits_are_kept_in_the_folder_of_a_head(tmp_path: Path) -> None:
+    fits = ChoiceFits((Fit(0.7, 0.8, 20, 0.1, (Weights(0.8, 0.5, 0.3),), 100),))
+    fits.write(tmp_path)
+    assert ChoiceFits.read(tmp_path) == fits
+    (tmp_path / CHOICES_FILE).write_text('{"fits": [{"temperature": 1, "depth": []}]}')
+    with pytest.raises(ValueError, match=CHOICES_FILE):
+        ChoiceFits.read(tmp_path)
