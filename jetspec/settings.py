@@ -258,7 +258,7 @@ def describe_settings(config: Any, where: str = "") -> list[Setting]:
         if group is None or typing.get_origin(hint) is tuple:
             found.append(Setting(path, hint, value, docs.get(item.name, "")))
         else:
-            found += describe_settings(value if isinstance(value, group) else group, f"{path}.")
+            found += describe_settings(group if value is None else value, f"{path}.")
     return found
 
 

@@ -262,7 +262,10 @@ def text_lines(file: Path) -> Iterator[tuple[int, str | None]]:
 
 def find_tasks(folder: Path, names: Sequence[str] | None) -> dict[str, Path]:
     """Files FOLDER/NAME.jsonl, or else .jsonl.gz, by name; without names, all of them."""
-    found = {path.name.partition(".jsonl")[0]: path for path in reversed(_data_files([folder]))}
+    files = [path for path in sorted(folder.glob("*.jsonl*"), reverse=True) if path.name.endswith(DATA_ENDINGS)]
+    found = {path.name.partition(".jsonl")[0]: path for path in files}
+    if not found:
+        raise ValueError(f"{folder} holds no .jsonl files of questions")
     for name in names or ():
         if name not in found:
             raise ValueError(f"there is no task {name!r} in {folder}; it has {', '.join(sorted(found))}")
