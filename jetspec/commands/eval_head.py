@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
 PerTask = Mapping[str, Mapping[str, float]]
 """Task -> budget -> a number."""
 
-FITTED_TEXTS, FITTED_TOKENS = 60, 128
-"""Texts that a choice model is fitted to, and their length."""
+Choices = Literal["skip", "check", "fit"]
+SAMPLED_TEXTS, SAMPLED_TOKENS = 60, 128
+"""Most sampled texts of a setting, and their length."""
 
 app = typer.Typer(add_completion=False)
 
@@ -47,9 +49,9 @@ class EvalOptions:
     """A,B,..: trees to measure, each a chain or a number of nodes."""
     real: bool = True
     """Decode as well, in addition to scoring the target's text."""
-    fit_choices: bool = False
-    """Also fit the choice model of the head to sampled answers, which makes sampled drafts better, and store it in the
-    head's folder."""
+    choices: Choices = "skip"
+    """Sampled text: `check` decodes it with and without the choice model and compares the probabilities of the trees
+    with what the target chose; `fit` first fits the model to sampled answers and stores it in the head's folder."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens"):
@@ -82,7 +84,7 @@ class Evaluation:
 )
 @options(
     *("--model=model.name", "model.head", "eval.tasks", "eval.limit", "eval.max_tokens"),
-    *("eval.budgets", "eval.real", "eval.fit_choices"),
+    *("eval.budgets", "eval.real", "eval.choices"),
 )
 def eval_head_command(
     settings: Evaluation,
@@ -123,10 +125,11 @@ def eval_head_command(
         scores[task] = score_head(
             llm.target.decoder, llm.head, answers, settings.eval.names, settings.tree, progress=True
         )
-    if settings.eval.fit_choices:
-        _fit_choices(llm, documents, _head_folder(llm))
+    if settings.eval.choices == "fit":
+        _fit_choices(llm, _sampled_prompts(documents), _head_folder(llm))
+    sampled = {} if settings.eval.choices == "skip" else _check_choices(llm, settings, _sampled_prompts(documents))
     real = _decode(llm, settings, documents) if settings.eval.real else {}
-    results = _results(llm, settings, scores, real)
+    results = {**_results(llm, settings, scores, real), "sampled": sampled}
     write_json(results) if as_json else _show(results, HeadScore.join(list(scores.values())))
     if out_file is not None:
         write_record(out_file, results)
@@ -179,25 +182,42 @@ def _head_folder(llm: LLM) -> Path:
     return folder
 
 
-def _fit_choices(llm: LLM, documents: Mapping[str, Sequence[Document]], folder: Path) -> None:
-    """Fits the choice model to answers that the target samples to the same questions, equally many of each task."""
+def _sampled_prompts(documents: Mapping[str, Sequence[Document]]) -> list[list[int]]:
+    """The first questions of each task, equally many."""
     from jetspec.data.corpus import answer_spans
+
+    each = max(1, SAMPLED_TEXTS // len(documents))
+    return [d.tokens[: answer_spans(d)[0][0]].tolist() for answers in documents.values() for d in answers[:each]]
+
+
+def _check_choices(llm: LLM, settings: Evaluation, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Tokens per round of sampled text without and with the choice model, and the reliability of trees with it."""
+    from jetspec.train.choices import SETTINGS, decode_traced
+
+    results = {}
+    for sampling in (SamplingParams(), *SETTINGS):
+        name, params = _describe(sampling), replace(sampling, max_tokens=SAMPLED_TOKENS)
+        note(f"decoding {len(prompts)} answers: {name}")
+        rates = {}
+        for uses in (False, True):
+            tree = replace(settings.tree, choice_model=uses, ngrams=False)
+            rates[uses], reliability = decode_traced(llm.with_drafter("head", tree).engine, prompts, params)
+        results[name] = {"without": rates[False], "with": rates[True], "reliability": reliability.to_dict()}
+    return results
+
+
+def _fit_choices(llm: LLM, prompts: Sequence[Sequence[int]], folder: Path) -> None:
+    """Fits the choice model to answers that the target samples."""
     from jetspec.models.choices import ChoiceFits
     from jetspec.models.draft_head import DraftHead
     from jetspec.train.choices import SETTINGS, fit_choices
 
     if not isinstance(llm.head, DraftHead):
         raise ValueError("choice models are fitted for heads that draft a block in one pass")
-    each = max(1, FITTED_TEXTS // len(documents))
-    prompts = [
-        document.tokens[: answer_spans(document)[0][0]].tolist()
-        for answers in documents.values()
-        for document in answers[:each]
-    ]
     plain, fits = llm.with_drafter("none"), []
     for sampling in SETTINGS:
         note(f"sampling {len(prompts)} answers, then fitting: {_describe(sampling)}")
-        params = [replace(sampling, seed=seed, max_tokens=FITTED_TOKENS) for seed in range(len(prompts))]
+        params = [replace(sampling, seed=seed, max_tokens=SAMPLED_TOKENS) for seed in range(len(prompts))]
         answers = plain.generate(prompts, params, progress=True)
         texts = [([*prompt, *answer.token_ids], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]
         fits.append(fit_choices(llm.target.decoder, llm.head, texts, sampling))
@@ -208,7 +228,8 @@ def _fit_choices(llm: LLM, documents: Mapping[str, Sequence[Document]], folder: 
 
 def _describe(sampling: SamplingParams) -> str:
     usual, names = SamplingParams(), ("temperature", "top_p", "top_k", "min_p")
-    return ", ".join(f"{n} {getattr(sampling, n):g}" for n in names if getattr(sampling, n) != getattr(usual, n))
+    parts = [f"{n} {getattr(sampling, n):g}" for n in names if getattr(sampling, n) != getattr(usual, n)]
+    return ", ".join(parts) or "greedy"
 
 
 def _results(
@@ -252,6 +273,12 @@ def _show(results: Mapping[str, Any], overall: HeadScore) -> None:
         tables += [(title, values, form)] if values else []
     for title, values, form in tables:
         out().print(_table(title, values, form))
+    if sampled := results["sampled"]:
+        rates = [(name, f"{row['without']:.2f}", f"{row['with']:.2f}") for name, row in sampled.items()]
+        title = "sampled text: tokens per round"
+        out().print(number_table(("sampling", "without noise", "choice model"), rates, title=title))
+        for name, row in sampled.items():
+            out().print(_reliability(name, row["reliability"]))
     top = overall.top_path()
     on_path, below, near = (
         "-" if top[name] is None else f"{top[name]:.0%}" for name in ("hit_on_path", "hit_below_sibling", "near_frac")
@@ -270,6 +297,21 @@ def _table(title: str, values: PerTask, form: str) -> Table:
 
     rows, foot = [row(*item) for item in values.items()], row("mean", mean) if len(values) > 1 else ()
     return number_table(("task", *map(_label, mean)), rows, foot, title=title, title_justify="left")
+
+
+def _reliability(name: str, found: Mapping[str, Any]) -> Table:
+    """Predicted and true share of chosen nodes, by decile of the prediction and depth."""
+    firsts, tables = found["first_depths"], [found[key] for key in ("count_G10", "predicted_G10", "taken_G10")]
+    groups = [f"depth {a}" if b == a + 1 else f"{a} to {b - 1}" for a, b in pairwise(firsts)] + [f"{firsts[-1]} up"]
+    cells = [
+        [f"{p / n:.2f} {t / n:.2f}" if n else "-" for n, p, t in zip(*columns, strict=True)]
+        for columns in zip(*tables, strict=True)
+    ]
+    rows = [
+        (f"{decile / 10:.1f} to {(decile + 1) / 10:.1f}", *column)
+        for decile, column in enumerate(zip(*cells, strict=True))
+    ]
+    return number_table(("probability", *groups), rows, title=f"{name}: predicted and chosen", title_justify="left")
 
 
 def _label(budget: str) -> str:

@@ -1,4 +1,5 @@
-"""Fits of the choice model of a head: weights per depth under which sampled text of the target is most likely.
+"""Fits of the choice model of a head: weights per depth under which sampled text of the target is most likely; and how
+well the probabilities of draft trees hold.
 
 The noise of the text is known, so at every position the tokens that compete are known with all that they depend on. The
 log-likelihood of softmax(a x + b g + k f) is concave in the weights: x is a logit of the head, given the true parent, g
@@ -7,14 +8,17 @@ the noise, f whether the filters keep the token of the head's own distribution.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from jetspec.config import TreeConfig
+from jetspec.engine.engine import Engine
 from jetspec.models.choices import Fit, Weights
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
@@ -22,7 +26,7 @@ from jetspec.ops.noise import gumbel
 from jetspec.progress import progress_bar
 from jetspec.train.evaluate import BEYOND, Reading, next_tokens
 from jetspec.tree import Candidates, least_kept
-from jetspec.types import ChoiceModel, RowSampling, SamplingParams
+from jetspec.types import ChoiceModel, RoundTrace, RowSampling, SamplingParams
 
 SETTINGS = (
     SamplingParams(1.0),
@@ -60,6 +64,51 @@ def fit_choices(
     depths = tuple(each.fitted() for each in observed)
     number = sum(len(part) for part in observed[0].parts)
     return Fit(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, depths, number)
+
+
+DEPTHS = (1, 2, 4, 8, 16)
+"""First depths of the groups in which probabilities are compared."""
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Nodes below accepted ones, by group of depths and decile of their probability: their number, the sum of their
+    probabilities, and how many the target chose."""
+
+    count_G10: np.ndarray
+    predicted_G10: np.ndarray
+    taken_G10: np.ndarray
+
+    @classmethod
+    def of(cls, traces: Iterable[RoundTrace]) -> Reliability:
+        tables = np.zeros((3, len(DEPTHS), 10))
+        for trace in traces:
+            depth_N, on_path = [0] * len(trace.parents), set(trace.path)
+            for node, parent in list(enumerate(trace.parents))[1:]:
+                depth_N[node] = depth_N[parent] + 1
+                if parent in on_path:
+                    prob = math.exp(min(trace.logprobs[node], 0.0))
+                    group = sum(depth_N[node] >= first for first in DEPTHS) - 1
+                    tables[:, group, min(int(prob * 10), 9)] += 1, prob, node in on_path
+        return cls(*tables)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"first_depths": list(DEPTHS), **{name: table.tolist() for name, table in vars(self).items()}}
+
+
+def decode_traced(
+    engine: Engine, prompts: Iterable[Sequence[int]], sampling: SamplingParams
+) -> tuple[float, Reliability]:
+    """Decodes prompts, each with its index as seed. Returns the tokens per round, and the reliability of the trees."""
+    for seed, prompt in enumerate(prompts):
+        engine.add(prompt, replace(sampling, seed=seed), trace=True)
+    traces, tokens = [], 0
+    while engine.has_work:
+        for update in engine.step():
+            assert update.trace is not None
+            traces.append(update.trace)
+            tokens += len(update.token_ids)
+    return tokens / len(traces), Reliability.of(traces)
 
 
 class Observations:
