@@ -21,11 +21,14 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.data.answers import Answerer, decode
 from jetspec.data.corpus import Document, PackedData, answer_spans
 from jetspec.data.prompts import Prompt, find_tasks, read_questions
+from jetspec.engine.engine import Engine
+from jetspec.models.choices import ChoiceFits
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import Head
 from jetspec.train import evaluate
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out
+from jetspec.train.choices import SETTINGS
 from jetspec.train.config import LossConfig
 from jetspec.train.evaluate import ABSENT, BEYOND, HeadScore, make_trees, score_head
 from jetspec.train.loss import HeadWithLoss
@@ -174,6 +177,10 @@ class Chatter:
     def with_drafter(self, drafter: str, tree: TreeConfig | None = None) -> Chatter:
         return Chatter(self.target.decoder, self.head if drafter == "head" else None, tree)
 
+    @property
+    def engine(self) -> Engine:
+        return make_engine(self.target.decoder, "head", self.head, self.tree)
+
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         return [ord(letter) % VOCAB for message in messages for letter in f"{message['role'][0]}{message['content']}"]
 
@@ -309,6 +316,27 @@ def test_table_shows_tasks_and_budgets(data_dir: Path) -> None:
     assert result.exit_code == 0, result.output
     assert all(word in result.stdout for word in ("quiz", "tree 16", "tree 7", "the same text as plain", "100.0%"))
     assert "chat" not in result.stdout
+
+
+def test_choice_model_is_fitted_stored_and_compared(
+    data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "head"
+    folder.mkdir()
+    monkeypatch.setattr("jetspec.commands.eval_head.SAMPLED_TOKENS", 20)
+    words = ("--tasks", "quiz", "--budgets", "16", "--no-real", "--choices")
+    result = command(data_dir, "--head", str(folder), *words, "fit", "--json")
+    assert result.exit_code == 0, result.output
+    assert len(ChoiceFits.read(folder).fits) == len(SETTINGS)
+    sampled = json.loads(result.stdout)["sampled"]
+    assert len(sampled) == 1 + len(SETTINGS) and all(min(row["without"], row["with"]) >= 1 for row in sampled.values())
+    for row in sampled.values():
+        count, predicted, taken = (
+            np.array(row["reliability"][f"{name}_G10"]) for name in ("count", "predicted", "taken")
+        )
+        assert count.sum() > 0 and (predicted <= count).all() and (taken <= count).all()
+        assert (predicted >= count * np.arange(10) / 10 - 1e-6).all(), "each node is in the decile of its probability"
+    assert "predicted and chosen" in command(data_dir, "--head", str(folder), *words, "check").stdout
 
 
 def test_questions_of_all_tasks_are_checked_first(data_dir: Path) -> None:
