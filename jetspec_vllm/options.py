@@ -18,6 +18,9 @@ from jetspec_vllm import OPTIONS
 PROCESSORS = "vllm.logits_processors"
 """Entry-point group of logits processors from installed packages."""
 
+UNUSED = ("batch_trees", "choice_model", "ngrams")
+"""Settings of trees without effect in vLLM."""
+
 
 def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
     """Tree settings from `--additional-config '{"jetspec": {..}}'`. The budget is vLLM's number of draft tokens plus
@@ -25,7 +28,7 @@ def tree_config(additional: Mapping[str, Any], num_drafted: int) -> TreeConfig:
     given = additional.get(OPTIONS) or {}
     if isinstance(given, Mapping):
         given = renamed(given, "tree", where="--additional-config")
-    known = {field.name for field in fields(TreeConfig)} - {"budget"}
+    known = {field.name for field in fields(TreeConfig)} - {"budget", *UNUSED}
     if not isinstance(given, Mapping) or (unknown := sorted(set(given) - known)):
         what = f"{', '.join(unknown)} is not an option" if isinstance(given, Mapping) else "it is not a table"
         raise ValueError(f"{OPTIONS} of --additional-config: {what}; the options are {', '.join(sorted(known))}")

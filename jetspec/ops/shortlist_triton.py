@@ -113,7 +113,7 @@ def _entries(choice: ChoiceModel | None) -> tuple[Any, ...]:
         tables = [None if x is None else x.expand(-1, D).contiguous() for x in tables]
     temperature, weight, position, *filters = tables
     assert temperature is not None
-    if None in filters:
+    if any(x is None for x in filters):
         filters = [None, None]
     step = temperature.stride(1) if temperature.shape[1] > 1 else 0
     return temperature, temperature.stride(0), step, weight, c.seed_B, position, *filters
