@@ -95,7 +95,7 @@ def measure_costs(config: CostConfig, folder: Path, fresh: bool = False, progres
 @torch.inference_mode()
 def measure_cost(target: Any, config: CostConfig, context: int, depth: int) -> dict[str, Any]:
     head = open_head(target, None, HeadShape(num_layers=config.head_layers, block_size=depth + 1))
-    chain = TreeConfig(budget=depth + 1, width=1)
+    chain = TreeConfig(budget=depth + 1, width=1, ngrams=False)
     still = StandingRound(Decoding(target, head, chain, Workload(context, rounds=1)).engine)
     times = [still.stages_ms(config.rounds, TIMED) for _ in range(config.repeats)]
     return {

@@ -10,7 +10,7 @@ import json
 import random
 import statistics
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -48,6 +48,7 @@ from jetspec.profile.shapes import open_head
 from jetspec.profile.timing import without_capture
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
+from jetspec.train.choices import SETTINGS, describe
 from jetspec.train.config import HeadShape
 from jetspec.tree import DraftTree
 from jetspec.types import Completion, RoundStats, SamplingParams
@@ -62,6 +63,7 @@ STEADY_S, MOST_RUNS = 1.0, 5
 """Shorter runs are repeated, up to this number."""
 SOAK_CHECKS, SOAK_PAGE = 100, 8
 SPEED_SETS, BATCH_SETS = ("gsm8k", "humaneval", "mt_bench"), ("gsm8k",)
+SAMPLING_SETS = ("gsm8k", "math500", "humaneval", "mbpp", "mt_bench", "alpaca_eval")
 TURN_BATCH = 32
 """Conversations whose earlier turns are answered together."""
 CPU_PROMPT, CPU_WARM_UP = "Explain in a few sentences how a bicycle stays upright while it is moving.", 2
@@ -77,14 +79,20 @@ class Models:
     shortlist: int = TreeConfig.shortlist
 
     def engine(
-        self, budget: int, config: EngineConfig, depth: int | None = None, batch_trees: tuple[BatchTree, ...] = ()
+        self,
+        budget: int,
+        config: EngineConfig,
+        depth: int | None = None,
+        batch_trees: tuple[BatchTree, ...] = (),
+        choice_model: bool = True,
     ) -> Engine:
-        """Speculative engine; with a budget of 1 it decodes plainly."""
+        """Speculative engine, with n-grams if a GPU has them by default; with a budget of 1 it decodes plainly."""
+        tree = TreeConfig(budget, depth=depth, shortlist=self.shortlist, batch_trees=batch_trees)
         return Engine(
             self.target,
             self.head if budget > 1 else None,
             drafter="head" if budget > 1 else "none",
-            tree=TreeConfig(budget=budget, depth=depth, shortlist=self.shortlist, batch_trees=batch_trees),
+            tree=replace(tree, ngrams=GPU_TREE.ngrams, choice_model=choice_model),
             config=config,
             eos_tokens=self.eos_tokens,
         )
@@ -116,16 +124,17 @@ def decode(
     label: str | None = None,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008
 ) -> Decoded:
-    """Completions of prompts, greedy ones by default, `batch` at a time; a label shows progress."""
-    sampling, waiting = replace(sampling, max_tokens=tokens), deque(prompts.items())
+    """Completions of prompts, greedy ones by default, `batch` at a time; a label shows progress. The seeds are the
+    numbers of the prompts."""
+    sampling, waiting = replace(sampling, max_tokens=tokens), deque(enumerate(prompts.items()))
     name_of: dict[int, str] = {}
     done: dict[str, Completion] = {}
     began = time.perf_counter()
     with progress_bar(total=len(prompts), desc=label, unit="prompt", leave=False, disable=label is None) as bar:
         while len(done) < len(prompts):
             while waiting and len(engine.requests) < batch:
-                name, prompt = waiting.popleft()
-                name_of[engine.add(prompt, sampling, quiet=True)] = name
+                seed, (name, prompt) = waiting.popleft()
+                name_of[engine.add(prompt, replace(sampling, seed=seed), quiet=True)] = name
             for update in engine.step():
                 if update.completion:
                     done[name_of[update.request_id]] = update.completion
@@ -253,6 +262,43 @@ def check_speed(
                 run["speedup_over_transformers"] = run["tokens_per_s"] / median
         found["transformers_prompts"] = min(other_prompts, *map(len, sets.values()))
     return found
+
+
+def check_sampling(models: Models, prompts: Texts, budgets: Sequence[int], tokens: int, repeats: int) -> dict[str, Any]:
+    """One request at a time in every sampling setting: plain, and with trees that were drafted with the noise of the
+    choices and without it. Settings alternate within a repeat."""
+    config = engine_config(prompts, tokens, 1)
+    cases = [(1, False), *product(budgets, (True, False))]
+    engines = {(budget, uses): models.engine(budget, config, choice_model=uses) for budget, uses in cases}
+    for engine in engines.values():
+        for course in warm_up_batches(engine):
+            course.run(engine)
+    settings = {describe(sampling): sampling for sampling in (SamplingParams(), *SETTINGS)}
+    for engine, sampling in product(engines.values(), settings.values()):
+        decode(engine, first(prompts, 1), tokens, 1, sampling=sampling)  # captures the graphs of the setting
+    done: dict[tuple[str, int, bool], list[Decoded]] = defaultdict(list)
+    for repeat, name, case in product(range(repeats), settings, cases):
+        label = f"{repeat + 1}/{repeats}: {name}, budget {case[0]}"
+        done[name, *case].append(decode(engines[case], prompts, tokens, 1, label, settings[name]))
+    rows = []
+    for (name, budget, uses), runs in done.items():
+        plain, rates = done[name, 1, False], [run.stats.tokens_per_s for run in runs]
+        rows.append(
+            {
+                "setting": name,
+                "budget": budget,
+                "choice_model": uses,
+                "tokens_per_round": runs[0].stats.tokens_per_round,
+                "tokens_per_s": statistics.median(rates),
+                "range": [min(rates), max(rates)],
+                "plain_tokens_per_s": (of_plain := statistics.median(run.stats.tokens_per_s for run in plain)),
+                "speedup": statistics.median(rates) / of_plain,
+                "same_text": sum(text == plain[0].texts[key] for key, text in runs[0].texts.items()),
+                "total": len(prompts),
+            }
+        )
+    repeatable = all(run.texts == runs[0].texts for runs in done.values() for run in runs)
+    return {"repeats": repeats, "rows": rows, "correct": repeatable}
 
 
 @dataclass(frozen=True, order=True)
@@ -444,6 +490,24 @@ def speed(
         return check_speed(models, sets, sizes, plan.tokens, other, other_prompts)
 
     plan.run("speed", measure)
+
+
+@app.command(epilog=examples("engine sampling --head HEAD --data DATA --out docs/results/sampling.json"))
+@with_options(Plan, dtypes="bfloat16")
+def sampling(
+    plan: Plan,
+    prompts: Prompts = 8,
+    budgets: Annotated[str, typer.Option(help="Nodes of a tree.", metavar="A,B,..")] = "16,64",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every setting.")] = 3,
+) -> None:
+    """Time sampled text in the usual settings: plain, and with trees with and without the choice model."""
+    sizes, files = numbers(budgets, least=2, name="--budgets"), plan.files(*SAMPLING_SETS)
+
+    def measure(models: Models, tokenizer: Tokenizer, _: torch.dtype) -> dict[str, Any]:
+        asked = {name: prompt for file in files for name, prompt in draw([file], prompts, tokenizer).items()}
+        return check_sampling(models, asked, sizes, plan.tokens, repeats)
+
+    plan.run("sampling", measure)
 
 
 @app.command(epilog=examples("engine batches --head HEAD --data DATA --out docs/results/engine_batches.json"))

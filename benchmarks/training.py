@@ -225,7 +225,7 @@ def run_variant(
             began, first = time.perf_counter(), began
     seconds, startup = time.perf_counter() - began, began - first
     scored, kind = frozen_copy(trainer.head, target.embedding.dtype), KINDS[USUAL[kind_of(trainer.head)]]
-    tree = TreeConfig(width=kind.width, draft_temperature=kind.draft_temperature)
+    tree = TreeConfig(width=kind.width, draft_temperature=kind.draft_temperature, ngrams=False)
     results = {
         "settings": asdict(replace(config, data=tuple(Path(file.path).name for file in config.files))),
         "seconds": seconds,
@@ -274,7 +274,7 @@ def tree_settings(
             other = "another commit, or with another head or other options: move it away"
             raise ValueError(f"{files[name]} was begun by {other}")
         for heat, width in progress_bar(todo[name], desc=name, unit="tree"):
-            tree = TreeConfig(draft_temperature=heat, width=width)
+            tree = TreeConfig(draft_temperature=heat, width=width, ngrams=False)
             found = forced_rounds(target, head, answers, tree, TREE_BUDGETS, num_gaps=0)
             trees[name][heat, width] = {"draft_temperature": heat, "width": width, **found}
             in_order = [trees[name][key] for key in sorted(trees[name])]

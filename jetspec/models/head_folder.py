@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from jetspec.files import some, whole_folder
+from jetspec.models.choices import ChoiceFits
 from jetspec.models.decoder import DecoderConfig, DecoderStack, filled, on_meta
-from jetspec.models.draft_head import HeadConfig, LastTap
+from jetspec.models.draft_head import EngineHead, HeadConfig, LastTap
 from jetspec.models.eagle3 import Eagle3Config
 from jetspec.models.families import MAX_LAYERS, Fields, config_from_hf, pieces, rope_from_hf, rope_to_hf
 from jetspec.models.gguf import PLAIN
@@ -41,7 +42,7 @@ OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
 SCALE = "_scale"
 """Suffix of the tensor that holds the factor per row of an int8 matrix."""
 T = TypeVar("T")
-H = TypeVar("H", bound=DecoderStack)
+H = TypeVar("H", bound=EngineHead)
 C = TypeVar("C", HeadConfig, Eagle3Config)
 
 
@@ -351,7 +352,9 @@ class HeadFormat(ABC, Generic[C, H]):
             self.require_fit(path_or_id, config, target)
         if not config.tap_layers:
             raise ValueError(f"{folder} does not name its tap layers; load it together with its target")
-        return self.read(folder, config, dtype, device)
+        head = self.read(folder, config, dtype, device)
+        head.choices = ChoiceFits.read(folder)
+        return head
 
     def read(self, folder: Path, config: C, dtype: DType = "auto", device: torch.device | str = "cpu") -> H:
         """Reads the weights of a head in a folder and checks them."""

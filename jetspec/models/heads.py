@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from jetspec.models.choices import ChoiceFits
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead
 from jetspec.models.eagle3 import Eagle3Head
@@ -36,10 +35,8 @@ def load_any_head(
     device: torch.device | str = "cpu",
 ) -> Head:
     """Loads a head by its name, folder or Hugging Face id, for inference. It must fit a given target."""
-    folder = resolve(head_path(path_or_id))
-    format = format_of(folder)
+    format = format_of(resolve(head_path(path_or_id)))
     head: Head = format.load(path_or_id, target, dtype, device)
-    head.choices = ChoiceFits.read(folder)
     return head
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -23,6 +24,7 @@ from jetspec.engine.engine import Engine
 from jetspec.engine.kv_cache import KVCache
 from jetspec.engine.runner import Launched
 from jetspec.engine.scheduler import Scheduler
+from jetspec.train.choices import SETTINGS
 from jetspec.types import Request
 from tests.benchmarks.tiny_bench import invoke
 from tests.engine.tiny import VOCAB, tiny_decoder, tiny_head
@@ -215,11 +217,19 @@ def tiny_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     target = SimpleNamespace(decoder=TARGET, tokenizer=Words(), eos_tokens=frozenset())
     monkeypatch.setattr(check, "load_target", lambda *_: target)
     monkeypatch.setattr(check, "load_head", lambda *_: MODELS.head)
-    for name in check.SPEED_SETS:
+    for name in {*check.SPEED_SETS, *check.SAMPLING_SETS}:
         turns = ["w" * (check.LONGEST_PROMPT + 1), *(f"{name} {i} of some words" for i in range(5))]
         lines = [json.dumps({"id": f"{name}-{i}", "turns": [turn]}) for i, turn in enumerate(turns)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     return tmp_path
+
+
+def test_sampled_texts_are_plain_ones_in_every_setting() -> None:
+    results = check.check_sampling(MODELS, check.first(PROMPTS, 2), [4], TOKENS, repeats=2)
+    rows = pd.DataFrame(results["rows"]).set_index(["setting", "budget", "choice_model"])
+    assert results["correct"] and len(rows) == 3 * (1 + len(SETTINGS))
+    assert (rows["same_text"] == rows["total"]).all() and rows.loc[("greedy", 1, False)].speedup == 1
+    assert (rows.tokens_per_round >= 1).all() and (rows.tokens_per_s > 0).all()
 
 
 @pytest.mark.parametrize(
@@ -228,6 +238,7 @@ def tiny_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "engine speed --tokens 8 --prompts 2 --budgets 4 --other-prompts 0",
         "engine batches --tokens 8 --batches 1,2 --trees 4 --waves 2",
         "engine strict --tokens 8 --prompts 7 --batch 3 --budget 4",
+        "engine sampling --tokens 8 --prompts 1 --budgets 4 --repeats 1",
         "soak --tokens 30 --prompts 7 --batch 3 --budget 8 --rounds 80",
     ],
     ids=lambda words: words.removeprefix("engine ").split()[0],
