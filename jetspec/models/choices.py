@@ -94,7 +94,9 @@ class ChoiceFits:
 
     def write(self, folder: Path) -> None:
         path = folder / CHOICES_FILE
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        rows = [{**asdict(fit), "depths": [[round(x, 4) for x in d] for d in fit.depths]} for fit in self.fits]
+        lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+        path.write_text(f'{{"fits": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from jetspec.files import some, whole_folder
-from jetspec.models.choices import ChoiceFits
+from jetspec.models.choices import CHOICES_FILE, ChoiceFits
 from jetspec.models.decoder import DecoderConfig, DecoderStack, filled, on_meta
 from jetspec.models.draft_head import EngineHead, HeadConfig, LastTap
 from jetspec.models.eagle3 import Eagle3Config
@@ -38,7 +38,7 @@ from jetspec.models.tensor_files import (
 from jetspec.models.weights import DType, check_stored, read_weights
 
 CARD_FILE = "README.md"
-OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+OWN_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE, CHOICES_FILE)
 SCALE = "_scale"
 """Suffix of the tensor that holds the factor per row of an int8 matrix."""
 T = TypeVar("T")
