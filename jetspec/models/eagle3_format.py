@@ -75,11 +75,13 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
         layers = _layer_config(inner if is_speculators else keys)
         target_hidden_size = keys.size("target_hidden_size", layers.hidden_size)
         num_target_layers = keys.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+        places = {"ttt_length": keys, "eagle_config.ttt_length": own}
+        depths = {name: p.integer("ttt_length", 1, MAX_DEPTH) for name, p in places.items() if "ttt_length" in p}
         config = Eagle3Config(
             layers=layers,
             tap_layers=_tap_layers(keys, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
             draft_vocab_size=keys.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
-            depth=own.integer("ttt_length", 1, MAX_DEPTH, EAGLE3_DEPTH),
+            depth=agreed(depths) or EAGLE3_DEPTH,
             target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
             num_target_layers=num_target_layers,
             norm_before_residual=keys.flag("norm_before_residual"),
@@ -153,10 +155,11 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
 
 def _layer_config(keys: HeadKeys) -> DecoderConfig:
     layers = replace(keys.layers({"model_type": keys.get("model_type", "llama")}), tied_embedding=False)
-    if layers.num_layers != 1:
-        raise ValueError(f"num_hidden_layers is {layers.num_layers}; EAGLE-3 heads have one layer here")
-    if layers.moe is not None or any(layers.windows):
-        raise ValueError("EAGLE-3 heads with experts or sliding windows are not supported")
+    if layers.num_layers != 1 or keys.integer("draft_num_hidden_layers", 1, MAX_LAYERS, 1) != 1:
+        raise ValueError("num_hidden_layers or draft_num_hidden_layers is not 1; EAGLE-3 heads have one layer here")
+    full = ["full_attention"] * layers.num_layers
+    if layers.moe is not None or any(layers.windows) or keys.get("layer_types", full) != full:
+        raise ValueError("EAGLE-3 heads with experts or sliding windows (layer_types) are not supported")
     return layers
 
 

@@ -82,12 +82,17 @@ HARMLESS: Mapping[str, str] = {
             "transformers_version",
             "speculators_version",
             "speculators_model_type",
+            "has_no_defaults_at_init",
+            "target_model_name_or_path",
         ),
-        "names software",
+        "names of software and of the target",
     ),
     **dict.fromkeys(("dtype", "torch_dtype", "_attn_implementation", "attn_implementation"), "storage and speed"),
     **dict.fromkeys(
-        ("attention_dropout", "initializer_range", "num_anchors", "output_router_logits", "embed_requires_grad"),
+        (
+            *("attention_dropout", "initializer_range", "num_anchors", "output_router_logits", "embed_requires_grad"),
+            *("ttt_steps", "step_loss_decay"),
+        ),
         "read in training only",
     ),
     **dict.fromkeys(("use_cache", "speculators_config", "num_jacobi_passes"), "settings of an engine"),
@@ -97,7 +102,6 @@ HARMLESS: Mapping[str, str] = {
     "tie_word_embeddings": "the output matrix is the target's, or stored",
     "model_type": "block heads have Qwen3's layers; others check their tensors",
     **dict.fromkeys(("dflash_config", "eagle_config", "transformer_layer_config"), "its own keys are checked"),
-    "ttt_steps": "read in training only",
     "is_decoder": "all layers are",
 }
 """Keys of config.json that change nothing in a draft where no reader asks for them, with the reason."""

@@ -1,10 +1,10 @@
-"""Block heads of the speculators library with random weights, and what they compute for a block."""
+"""Heads of the speculators library with random weights, and what they compute."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import LlamaConfig, Qwen3Config
 
 # The library imports it for training only.
 sys.modules.setdefault("datasets", ModuleType("datasets")).__dict__.setdefault("load_from_disk", None)
 
 from speculators.config import SpeculatorsConfig, VerifierConfig  # noqa: E402
-from speculators.models import dflash, dflash2, dspark, xpress  # noqa: E402
+from speculators.models import dflash, dflash2, dspark, eagle3, xpress  # noqa: E402
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
 VOCAB, HIDDEN, MASK, TAPS = 37, 16, 36, (1, 3)
@@ -28,8 +28,9 @@ KINDS = {
     "dspark": (dspark.DSparkSpeculatorConfig, dspark.DSparkDraftModel),
     "dflash2": (dflash2.DFlash2SpeculatorConfig, dflash2.DFlash2DraftModel),
     "xpress": (xpress.XPressSpeculatorConfig, xpress.XPressDraftModel),
+    "eagle3": (eagle3.Eagle3SpeculatorConfig, eagle3.Eagle3DraftModel),
 }
-
+FAMILIES = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 
 COPIES = {"embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm"}
 """Modules with weights of the target."""
@@ -43,7 +44,14 @@ class Peer:
     model: Any
 
     @staticmethod
-    def make(kind: str, draft_vocab: int = VOCAB, layers: Mapping[str, Any] | None = None, **settings: Any) -> Peer:
+    def make(
+        kind: str,
+        draft_vocab: int = VOCAB,
+        layers: Mapping[str, Any] | None = None,
+        family: str = "qwen3",
+        taps: Sequence[int] = TAPS,
+        **settings: Any,
+    ) -> Peer:
         sizes = {
             "vocab_size": VOCAB,
             "hidden_size": HIDDEN,
@@ -55,21 +63,21 @@ class Peer:
             "max_position_embeddings": 128,
             "rope_theta": 1000.0,
         }
-        layer_config = Qwen3Config(**{**sizes, **(layers or {})})
+        layer_config = FAMILIES[family](**{**sizes, **(layers or {})})
         layer_config._attn_implementation = "eager"
         make_config, make_model = KINDS[kind]
+        ids = "eagle_aux_hidden_state_layer_ids" if "eagle" in kind else "aux_hidden_state_layer_ids"
+        block = {} if kind == "eagle3" else {"mask_token_id": MASK, "block_size": 5}
         config = make_config(
             transformer_layer_config=layer_config,
             draft_vocab_size=draft_vocab,
-            aux_hidden_state_layer_ids=[layer + 1 for layer in TAPS],
-            mask_token_id=MASK,
             speculators_config=SpeculatorsConfig(
                 algorithm=kind,
                 proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
                 default_proposal_method="greedy",
                 verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
             ),
-            **{"block_size": 5, **settings},
+            **{ids: [layer + 1 for layer in taps], **block, **settings},
         )
         model = randomize(make_model(config=config))
         if model.d2t is not None:
@@ -133,6 +141,15 @@ class Peer:
         full = torch.full((size, VOCAB), -torch.inf)
         full[:, self.target_tokens] = logits[0]
         return hidden[0], full, confidence
+
+    def unrolled(self, text: Tensor, tap: Tensor, steps: int) -> Tensor:
+        """Returns the logits (steps, T - 1, V) of chains along a text, from a first row for each of its tokens but the
+        first."""
+        found: list[Tensor] = []
+        hook = self.model.lm_head.register_forward_hook(lambda _, __, out: found.append(out[0]))
+        self.model(tap[None, :-1], text[None, 1:], torch.zeros(1, len(text) - 1, dtype=torch.long), ttt_steps=steps)
+        hook.remove()
+        return torch.stack(found)
 
 
 def randomize(model: Any) -> Any:

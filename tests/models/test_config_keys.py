@@ -83,6 +83,7 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "speculators DFlash2": lambda folder: write_peer(folder, "dflash2", **SELECTOR),
     "speculators XPress": lambda folder: write_peer(folder, "xpress", xpress_rank=6, sample_from_anchor=True),
     "EAGLE-3": write_eagle3,
+    "DeepSpec EAGLE-3": eagle3.write_deepspec,
     "speculators EAGLE-3": lambda folder: write_eagle3(folder, is_nested=True),
     "windows by number": write_windows_by_number,
     **{
@@ -179,7 +180,7 @@ COUNTS = {
 
 def other(key: str, value: Any) -> Any:
     if key in OTHER and value != OTHER[key]:
-        return OTHER[key] if not isinstance(value, list) else OTHER[key][: len(value)]
+        return OTHER[key] if not isinstance(value, list) else OTHER[key][-len(value) :]
     if isinstance(value, bool):
         return not value
     if isinstance(value, int | float):
@@ -212,7 +213,9 @@ def result(folder: Path, is_eagle3: bool) -> list[Tensor]:
         states, rows = draft_along(head, Embedder(), TEXT, TAP, 12)
         return [*numbers, states, *rows]
     position, random = torch.arange(12)[None], torch.Generator().manual_seed(0)
-    embedded, tap, drafted = (torch.randn(1, *shape, generator=random) for shape in ((12, 16), (12, 48), (2, 3, 16)))
+    embedded, tap, drafted = (
+        torch.randn(1, *shape, generator=random) for shape in ((12, 16), (12, head.head_config.tap_size), (2, 3, 16))
+    )
     anchor_RA = torch.tensor([[4, 11]])
     visible = position[:, None] < anchor_RA[..., None]
     states = head.forward_unrolled(embedded, tap, position, anchor_RA, drafted, visible)

@@ -115,6 +115,29 @@ def test_speculators_layout_is_equal(folder: Path) -> None:
     assert_same(load(folder), random_eagle3(PLAIN))
 
 
+DEEPSPEC = replace(HEADS["qwen3"], tap_layers=(0, 1, 2, 4, 5), draft_vocab_size=40, own_embedding=True, depth=7)
+
+
+def write_deepspec(folder: Path) -> None:
+    """Writes a head as DeepSpec does."""
+    EAGLE3.save(random_eagle3(DEEPSPEC), folder, torch.float32)
+    layers = EAGLE3.write_config(DEEPSPEC, torch.float32)
+    ours = ("eagle_config", "eagle_aux_hidden_state_layer_ids", "draft_vocab_size", "norm_before_residual")
+    own: Json = {"architectures": ["Qwen3Eagle3Model"], "layer_types": ["full_attention"], "draft_num_hidden_layers": 1}
+    own |= {"target_layer_ids": [0, 1, 2, 4, 5], "ttt_length": 7, "step_loss_decay": 0.8}
+    own["target_model_name_or_path"] = "Qwen/Qwen3-8B"
+    layers = without(layers, *ours, "norm_before_fc", "fc_norm", "norm_output", "mlp_bias")
+    (folder / "config.json").write_text(json.dumps(layers | own))
+    edit_tensors(
+        folder, lambda t: {name.replace("midlayer.", "layers.0."): t[name] for name in without(t, "d2t", "t2d")}
+    )
+
+
+def test_deepspec_layout_is_equal(tmp_path: Path) -> None:
+    write_deepspec(tmp_path)
+    assert_same(load(tmp_path), random_eagle3(DEEPSPEC))
+
+
 def test_default_tap_layers_are_the_published_ones(folder: Path) -> None:
     """Inputs of layers 2, N / 2 and N - 3."""
     assert eagle3_tap_layers(36) == (1, 17, 32)
@@ -129,6 +152,8 @@ def test_default_tap_layers_are_the_published_ones(folder: Path) -> None:
 
 CONFIG_DAMAGE: dict[str, Json] = {
     "num_hidden_layers": {"num_hidden_layers": 2},
+    "draft_num_hidden_layers": {"draft_num_hidden_layers": 2},
+    "layer_types": {"layer_types": ["sliding_attention"]},
     "contradictory": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1]}},
     "draft_vocab_size": {"draft_vocab_size": 41},
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.models.draft_head import DraftHead, HeadState
+from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.head_format import BLOCK
 from jetspec.models.heads import load_any_head
 from tests.models.head_paged import Embedder, HeadPages
@@ -114,6 +115,38 @@ def test_speculators_folder_computes_what_its_module_does(settings: dict[str, An
     peer = Peer.make(**settings)
     peer.save(tmp_path)
     assert_equal_to(peer, tmp_path)
+
+
+EAGLE3: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "whole vocabulary": {"draft_vocab": VOCAB},
+    "five taps": {"taps": (0, 1, 2, 3, 4)},
+    "residual and output": {"norm_before_residual": True, "norm_output": True},
+    "taps together": {"norm_before_fc": True},
+    "each tap": {"fc_norm": True},
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("settings", EAGLE3.values(), ids=EAGLE3.keys())
+def test_eagle3_folder_computes_what_its_module_does(settings: dict[str, Any], family: str, tmp_path: Path) -> None:
+    peer = Peer.make(
+        **{"kind": "eagle3", "draft_vocab": 20, "taps": (0, 1, 2), "family": family, **settings},
+        layers={"num_hidden_layers": 1},
+    )
+    peer.save(tmp_path)
+    edit_config(tmp_path, has_no_defaults_at_init=False)  # as the library's earlier versions
+    head, steps, embedding = load_any_head(tmp_path), 4, peer.model.embed_tokens.weight
+    assert isinstance(head, Eagle3Head)
+    tap = torch.randn(len(TEXT), head.head_config.tap_size, generator=torch.Generator().manual_seed(3))
+    anchor_A, position_T = torch.arange(1, len(TEXT) - steps), torch.arange(len(TEXT))
+    drafted = torch.stack([embedding[TEXT[anchor_A + step]] for step in range(steps)], 1)
+    visible = (position_T < anchor_A[:, None]) & (position_T > 0)
+    rows = (embedding[TEXT], tap, position_T, anchor_A, drafted, visible)
+    states_ASM = head.forward_unrolled(*(x[None] for x in rows))[0]
+    expected_SAV = peer.unrolled(TEXT, tap, steps)[:, anchor_A - 1]
+    torch.testing.assert_close(head.lm_head(states_ASM).transpose(0, 1), expected_SAV, atol=1e-4, rtol=0)
+    assert torch.equal(head.token_of, peer.target_tokens)
 
 
 def edit_tensors(folder: Path, rename: Callable[[str], str]) -> None:
