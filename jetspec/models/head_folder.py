@@ -6,6 +6,7 @@ imply is refused, except those that a format declares as ignored.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -62,9 +63,9 @@ def kind_of_config(raw: Mapping[str, Any]) -> str | None:
         f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
         "EAGLE-3": any("Eagle3" in name for name in names) or (is_unnamed and "draft_vocab_size" in raw),
         "SpecForge DSpark": "DSparkDraftModel" in names or projector == "dspark",
-        "Domino": projector == "domino",
+        "Domino": "DominoDraftModel" in names or projector == "domino",
         "DSpark": "Qwen3DSparkModel" in names,
-        "DFly": "enable_hidden_correction" in raw and "dflash_config" not in raw,
+        "DFly": ("Qwen3DFlyModel" in names or "enable_hidden_correction" in raw) and "dflash_config" not in raw,
         "DFlash2": "DFlash2DraftModel" in names or "selector_rank" in keys,
         "DFlash": {"DFlashDraftModel", "Qwen3DFlashDraftModel"} & names or "dflash_config" in raw,
         "DSpark of another family": any("DSpark" in name for name in names) or "markov_rank" in keys,
@@ -103,6 +104,7 @@ HARMLESS: Mapping[str, str] = {
     "model_type": "block heads have Qwen3's layers; others check their tensors",
     **dict.fromkeys(("dflash_config", "eagle_config", "transformer_layer_config"), "its own keys are checked"),
     "is_decoder": "all layers are",
+    "gate_temperature": "read by a fusion_type that is refused",
 }
 """Keys of config.json that change nothing in a draft where no reader asks for them, with the reason."""
 SWITCHES = ("mlp_bias", "enable_confidence_head", "enable_hidden_correction")
@@ -187,7 +189,7 @@ class Names:
     """Parameters with a row per target token, of which only those of drafted tokens are stored."""
 
     def published(self, stored: str) -> str:
-        name = stored.removeprefix("model.")
+        name = re.sub(r"^((module|draft_model|model)\.)+", "", stored)
         name = self.aliases.get(name, name)
         return self.layer + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
 

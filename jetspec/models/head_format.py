@@ -255,12 +255,18 @@ def _read_published(kind: str, keys: HeadKeys, layers: DecoderConfig) -> HeadCon
             raise ValueError(f"{key} false is not supported")
     if keys.get("swa_window_size") not in (None, next(filter(None, layers.windows), None)) or keys.flag("use_swa"):
         raise ValueError("swa_window_size and use_swa are not supported")
-    num_target_layers = keys.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
-    tap_layers = _tap_layers(keys, "target_layer_ids", 0, layers.num_layers, num_target_layers)
-    if num_target_layers is not None and num_target_layers <= max(tap_layers):  # some writers count the taps
-        if num_target_layers != len(tap_layers):
-            raise ValueError(f"num_target_layers is {num_target_layers}, but layer {max(tap_layers)} is tapped")
-        num_target_layers = None
+    for key, known in (("model_arch", ("dflash", "dfly")), ("fusion_type", ("concat_fc",))):
+        if keys.get(key, known[0]) not in known:
+            raise ValueError(f"{key} {keys[key]!r} is not supported")
+    counts = [(key, keys.integer(key, 0, MAX_LAYERS, 0)) for key in ("num_target_layers", "target_num_hidden_layers")]
+    depths = {key: count for key, count in counts if count}
+    tap_layers = _tap_layers(keys, "target_layer_ids", 0, layers.num_layers, depths.get("num_target_layers"))
+    is_too_small = depths.get("num_target_layers", MAX_LAYERS) <= max(tap_layers)
+    if depths.get("num_target_layers") == len(tap_layers) and (is_too_small or len(depths) > 1):
+        del depths["num_target_layers"]  # some writers count the taps there
+    num_target_layers = agreed(depths)
+    if num_target_layers is not None and num_target_layers <= max(tap_layers):
+        raise ValueError(f"{', '.join(depths)} is {num_target_layers}, but layer {max(tap_layers)} is tapped")
     target_hidden_size = keys.size("target_hidden_size", layers.hidden_size)
     causal, shifted, last_tap = _flag(keys, CAUSAL), _flag(keys, SHIFTED), read_last_tap(keys)
     # Heads with all spellings of the flag were written by JetSpec, which taps the last layer itself.
@@ -315,7 +321,7 @@ def _with_terms(kind: str, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
         term = EdgeConfig(e.size("rank"), e.flag("gate", True), e.real("gate_bias", -1e6, 1e6, 1.0), count)
         return replace(config, edge=term)
     if "DSpark" in kind or "dspark" in kind:
-        return _with_markov(keys, config)
+        return _with_markov(keys, config, kind.startswith("speculators"))
     if kind == "Domino":
         rank, inner = keys.size("emb_dim"), keys.size("gru_hidden_dim")
         first = 1 + keys.integer("pure_draft_prefix_len", 0, MAX_BLOCK, 0)
@@ -336,17 +342,21 @@ def _with_terms(kind: str, keys: HeadKeys, config: HeadConfig) -> HeadConfig:
     return config
 
 
-def _with_markov(keys: HeadKeys, config: HeadConfig) -> HeadConfig:
-    """Reads the Markov and confidence heads of DSpark."""
-    rank, kind = keys.integer("markov_rank", 0, MAX_VOCAB, 0), keys.get("markov_head_type", "vanilla")
+def _with_markov(keys: HeadKeys, config: HeadConfig, is_speculators: bool) -> HeadConfig:
+    """Reads the Markov and confidence heads of DSpark. Writers differ in what absent keys mean."""
+    rank = keys.integer("markov_rank", 0, MAX_VOCAB, 256 if is_speculators else 0)
+    kind = keys.get("markov_head_type", "vanilla")
     if rank and kind not in ("vanilla", "gated", "rnn"):
         raise ValueError(f"markov_head_type {kind!r} is not supported; choose one of vanilla, gated, rnn")
+    if keys.get("attention_mode", "gqa") not in ("gqa", "mha"):  # they differ in the number of heads, which is read
+        raise ValueError(f"attention_mode {keys['attention_mode']!r} is not supported")
     if rank and kind == "vanilla":
         config = replace(config, edge=EdgeConfig(rank, gate=False, gate_bias=1.0))
     elif rank:
         config = replace(config, path=PathConfig("gated" if kind == "gated" else "recurrent", rank))
-    with_parent = keys.flag("confidence_head_with_markov", bool(rank))
-    if keys.flag("enable_confidence_head"):
+    is_trained = keys.real("confidence_head_alpha", 0, 1e6, float(is_speculators)) > 0
+    with_parent = keys.flag("confidence_head_with_markov", is_speculators)
+    if keys.flag("enable_confidence_head", is_trained):
         if with_parent and not rank:
             raise ValueError("confidence_head_with_markov needs a markov_rank above 0")
         config = replace(config, confidence="state_and_parent" if with_parent else "state")

@@ -35,6 +35,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn scaled": {"mscale": 0.7, "mscale_all_dim": 0.4, "original_max_position_embeddings": 512, "factor": 4.0},
 }
 SELECTOR = {"selector_rank": 6, "selector_top_k": 7, "conv_group_size": 4, "conv_kernel_size": 2}
+SPECFORGE = {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
 MARKOV = {"markov_rank": 6, "enable_confidence_head": True, "confidence_head_with_markov": True}
 
 
@@ -43,7 +44,7 @@ def write_peer(folder: Path, kind: str = "dflash", **settings: Any) -> None:
 
 
 def write_authors(folder: Path, architecture: str, own_table: bool, kind: str, **own: Any) -> None:
-    settings = {key: value for key, value in own.items() if key != "projector_type"}
+    settings = {key: value for key, value in own.items() if key not in SPECFORGE}
     Peer.make(kind, layers=WINDOWS["windowed"], **settings).save(folder)
     to_authors_layout(folder, architecture, own_table, **own)
 
@@ -74,7 +75,7 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "DFlash2": lambda folder: write_authors(folder, "DFlash2DraftModel", True, "dflash2", **SELECTOR),
     "DSpark": lambda folder: write_authors(folder, "Qwen3DSparkModel", False, "dspark", **MARKOV),
     "SpecForge": lambda folder: write_authors(
-        folder, "DSparkDraftModel", True, "dspark", markov_head_type="gated", projector_type="dspark", **MARKOV
+        folder, "DSparkDraftModel", True, "dspark", markov_head_type="gated", **SPECFORGE, **MARKOV
     ),
     "Domino": write_domino,
     "DFly": write_dfly,
@@ -110,6 +111,9 @@ ADDED: dict[str, Any] = {
     "input_embedding_scale": 2.0,
     "draft_vocab_size": 20,
     "num_target_layers": 5,
+    "target_num_hidden_layers": 5,
+    "model_arch": "dflare",
+    "fusion_type": "gated_sum",
     "rope_theta": 77.0,
     "rope_scaling": {"rope_type": "linear", "factor": 3.0},
     "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1000.0},
@@ -145,8 +149,17 @@ OTHER: dict[str, Any] = {
 """Other valid values, where one more or the opposite is not valid or has too small an effect."""
 STORED = {
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("intermediate_size", "attention_bias", "mlp_bias", "num_target_layers", "target_hidden_size", "emb_dim"),
-    *("draft_vocab_size", "conv_kernel_size", "conv_group_size", "selector_rank", "markov_rank", "markov_head_type"),
+    *("intermediate_size", "attention_bias", "mlp_bias", "num_target_layers", "target_num_hidden_layers"),
+    *(
+        "target_hidden_size",
+        "emb_dim",
+        "draft_vocab_size",
+        "conv_kernel_size",
+        "conv_group_size",
+        "selector_rank",
+        "markov_rank",
+        "markov_head_type",
+    ),
     *(
         "block_size",
         "xpress_rank",
@@ -174,6 +187,7 @@ COUNTS = {
     "original_max_position_embeddings": "rope_parameters yarn",
     "confidence_head_with_markov": "DSpark",
     "markov_head_type": "DSpark",
+    "confidence_head_alpha": "none: enable_confidence_head decides",
 }
 """A layout in which a key counts that is harmless in others."""
 

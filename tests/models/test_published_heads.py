@@ -275,8 +275,8 @@ def write_dfly(folder: Path, corrected: bool = True) -> tuple[Peer, dict[str, Te
     peer, inner = Peer.make("dflash"), 12
     peer.save(folder)
     own = {"enable_hidden_correction": corrected, "hidden_correction_intermediate_size": inner if corrected else None}
-    to_authors_layout(folder, "DFlyDraftModel", False, **own)
-    edit_config(folder, num_target_layers=len(TAPS))
+    to_authors_layout(folder, "Qwen3DFlyModel", False, **own)
+    edit_config(folder, num_target_layers=len(TAPS), target_num_hidden_layers=6 if corrected else None)
     names = {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight"}
     names["norm.weight"] = "final_norm.weight"
     shapes: dict[str, tuple[int, ...]] = {"layer_fusion_weights": (2, len(TAPS))}
@@ -294,8 +294,10 @@ def write_dfly(folder: Path, corrected: bool = True) -> tuple[Peer, dict[str, Te
 def test_dfly_follows_its_formula(corrected: bool, tmp_path: Path) -> None:
     """Each layer adds its own mixture of the taps to its context, and an MLP corrects the state by the parent."""
     peer, added = write_dfly(tmp_path, corrected)
+    edit_tensors(tmp_path, lambda name: f"module.draft_model.{name}" if corrected else name)
     head, target, model = load_any_head(tmp_path), target_of(peer), peer.model
     assert isinstance(head, DraftHead)
+    assert head.head_config.num_target_layers == (6 if corrected else None)
 
     fused = model.fc(TAP)
     mixtures = added["layer_fusion_weights"].softmax(-1) @ TAP.unflatten(-1, (len(TAPS), -1))
