@@ -237,13 +237,19 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
 
 
 def _layers_config(keys: HeadKeys) -> DecoderConfig:
-    """Reads the layers as Qwen3's, whatever the model type. `layer_types` decides which ones have a window."""
+    """Reads the layers as Qwen3's, whatever the model type. `layer_types` decides which ones have a window.
+
+    Without `use_sliding_window`, transformers drops the windows that `layer_types` names, and other readers keep them.
+    """
     rope = keys.get("rope_parameters") or {}
     if keys.get("rope_theta") is None and (not isinstance(rope, Mapping) or rope.get("rope_theta") is None):
         raise ValueError("rope_theta is missing; a guess would only lower the acceptance")
     changes: dict[str, Any] = {"model_type": "qwen3"}
     if isinstance(kinds := keys.get("layer_types"), list):
-        changes["use_sliding_window"] = is_windowed = any(kind != "full_attention" for kind in kinds)
+        is_windowed = any(kind != "full_attention" for kind in kinds)
+        if is_windowed and not keys.flag("use_sliding_window"):
+            raise ValueError("use_sliding_window is not true, but layer_types names layers with a window")
+        changes["use_sliding_window"] = is_windowed
         changes["sliding_window"] = keys.size("sliding_window") if is_windowed else None
     return replace(keys.layers(changes), tied_embedding=False)
 

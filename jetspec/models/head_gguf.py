@@ -96,7 +96,8 @@ def _windows(found: Mapping[str, Any]) -> dict[str, Any]:
     pattern = found.get("attention.sliding_window_pattern")
     if not isinstance(pattern, list):
         raise ValueError(f"{PREFIX}attention.sliding_window_pattern does not say which layers have windows")
-    return {"layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in pattern]}
+    kinds = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+    return {"layer_types": kinds, "use_sliding_window": True}
 
 
 def _terms(config: Mapping[str, Any], file: GGUFFile) -> dict[str, Any]:

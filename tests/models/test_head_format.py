@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -210,9 +209,6 @@ def test_causal_flag_in_any_spelling(flags: dict[str, bool], folder: Path) -> No
 @pytest.mark.parametrize("flags", [{}, {"is_causal": False}, {"is_causal": True}])
 def test_windows_are_causal_without_a_flag(flags: dict[str, bool], tmp_path: Path) -> None:
     save_head(random_head(HEADS["windowed"]), tmp_path / "head")
-    for switch in (True, False, None):  # layer_types decide
-        edit_config(tmp_path / "head", partial(dict.update, use_sliding_window=switch))
-        assert load_head(tmp_path / "head").head_config == HEADS["windowed"]
     edit_config(tmp_path / "head", lambda c: set_flags(c, flags))
     config = load_head(tmp_path / "head").head_config
     expected = (True, False, True) if not flags else (flags["is_causal"],) * 3
@@ -260,16 +256,19 @@ def test_model_name_loads_its_shipped_head(folder: Path, monkeypatch: pytest.Mon
         assert torch.equal(load(folder.name).fc.weight, random_head(CAUSAL).fc.weight)
 
 
+WINDOWED = {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True}
 NONSENSE: dict[str, Callable[[Json], object]] = {
+    "use_sliding_window is not true": lambda c: c.update(WINDOWED, sliding_window=8, use_sliding_window=False),
+    "use_sliding_window": lambda c: c.update(WINDOWED, sliding_window=8, use_sliding_window=None),
     "num_hidden_layers": lambda c: c.update(num_hidden_layers=-1),
     "rope_theta": lambda c: c.pop("rope_theta"),
     "block_size": lambda c: c.update(block_size=1),
     "mask_token_id": lambda c: c["dflash_config"].update(mask_token_id=37),
     "target_layer_ids": lambda c: c["dflash_config"].update(target_layer_ids=[1, -2]),
     "dflash_config": lambda c: c.update(dflash_config=[1]),
-    "layer_types": lambda c: c.update(layer_types=["full_attention", "sliding_attention"], sliding_window=8),
-    "sliding_window": lambda c: c.update(layer_types=["sliding_attention"] * 3),
-    "sliding_attention": lambda c: c.update(layer_types=["chunked_attention"] * 3, sliding_window=8),
+    "layer_types": lambda c: c.update(WINDOWED, layer_types=["sliding_attention"] * 2, sliding_window=8),
+    "sliding_window": lambda c: c.update(WINDOWED),
+    "sliding_attention": lambda c: c.update(WINDOWED, layer_types=["chunked_attention"] * 3, sliding_window=8),
     "rank": lambda c: c["dflash_config"].update(edge={"rank": 0}),
     "gate": lambda c: c["dflash_config"].update(edge={"rank": 4, "gate": 1}),
     "use_swa": lambda c: c["dflash_config"].update(use_swa=True),
