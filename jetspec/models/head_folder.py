@@ -238,6 +238,11 @@ class HeadTensors(TensorFiles):
         scales = {name + SCALE for name in expected if self.dtype(name) == torch.int8}
         if unknown := [name for name in self.entries if name not in expected | scales | self.names.ignored]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
+        vocab_size, size = head.config.vocab_size, head.config.hidden_size
+        for name in sorted(self.entries.keys() & self.names.ignored - expected - {"d2t", "t2d"}):
+            rows = [] if "norm" in name else [vocab_size, self.num_drafted or vocab_size]
+            if self.shape(name) not in ([(row, size) for row in rows] or [(size,)]):
+                raise ValueError(f"tensor {name} has shape {self.shape(name)}; it is no copy of the target's")
         dtype = self.dtype(str(self.names.own["fc.weight"])) if dtype == "auto" else dtype
         return read_weights(head, self, find, torch.float32 if dtype == torch.int8 else dtype, device)
 
@@ -447,16 +452,16 @@ def tap_fields(config: HeadConfig | Eagle3Config) -> dict[str, Any]:
 
 def read_vocabulary(tensors: HeadTensors, size: int, vocab_size: int) -> Tensor:
     """Returns the target's token for each of the head's. `d2t` holds the differences, `t2d` a flag per target token."""
-    if "d2t" not in tensors:
-        if size != vocab_size:
-            raise ValueError(f"tensor d2t is missing: it maps the {size} drafted tokens to {vocab_size} of the target")
-        return torch.arange(size)
-    added = tensors.exactly("d2t", (size,))
-    if added.is_floating_point() or added.dtype == torch.bool:
-        raise ValueError(f"tensor d2t is stored as {added.dtype}; it must hold whole numbers")
-    token = torch.arange(size) + added.long()
-    if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
-        raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
+    token = torch.arange(size)
+    if "d2t" in tensors:
+        added = tensors.exactly("d2t", (size,))
+        if added.is_floating_point() or added.dtype == torch.bool:
+            raise ValueError(f"tensor d2t is stored as {added.dtype}; it must hold whole numbers")
+        token += added.long()
+        if token.min() < 0 or token.max() >= vocab_size or len(token.unique()) < size:
+            raise ValueError(f"tensor d2t does not name {size} different tokens of a vocabulary of {vocab_size}")
+    elif size != vocab_size:
+        raise ValueError(f"tensor d2t is missing: it maps the {size} drafted tokens to {vocab_size} of the target")
     if "t2d" in tensors:
         taken = tensors.exactly("t2d", (vocab_size,)).bool()
         if not torch.equal(taken.nonzero()[:, 0], token.sort().values):

@@ -156,9 +156,11 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
 
     def buffers(self, config: HeadConfig, tensors: HeadTensors, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         size, vocab_size = config.draft_vocab_size, config.layers.vocab_size
+        token_of = read_vocabulary(tensors, size or vocab_size, vocab_size)
         if size is None:
+            if not torch.equal(token_of, torch.arange(vocab_size)):
+                raise ValueError("tensor d2t maps tokens to others, but the config has no draft_vocab_size")
             return {}
-        token_of = read_vocabulary(tensors, size, vocab_size)
         full = {
             name: torch.zeros_like(state[name]).index_copy_(0, token_of.to(state[name].device), state[name][:size])
             for name in tensors.names.drafted & state.keys()

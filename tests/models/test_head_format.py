@@ -125,6 +125,7 @@ SPELLINGS: dict[str, Callable[[Tensors], Tensors]] = {
     "stacked_qkv": lambda t: stack(t, QKV, "self_attn.qkv_proj"),
     "stacked_mlp": lambda t: stack(t, ("mlp.gate_proj", "mlp.up_proj"), "mlp.gate_up_proj"),
     "borrowed": lambda t: t | {"embed_tokens.weight": torch.ones(37, 16), "lm_head.weight": torch.ones(37, 16)},
+    "identity": lambda t: t | {"d2t": torch.zeros(37, dtype=torch.int64), "t2d": torch.ones(37, dtype=torch.bool)},
     "borrowed_with_prefix": lambda t: t | {"model.embed_tokens.weight": torch.ones(37, 16)},
 }
 
@@ -290,6 +291,12 @@ DAMAGE: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "dtype": (lambda t: t | {"norm.weight": torch.ones(16, dtype=torch.int32)}, "norm.weight is stored as I32"),
     "twice": (lambda t: t | {"model.norm.weight": torch.ones(16)}, "norm.weight is stored twice"),
     "edge": (lambda t: t | {"edge.gate.weight": torch.ones(6, 16)}, "edge.gate.weight"),
+    "embedding": (lambda t: t | {"embed_tokens.weight": torch.ones(3, 3)}, "embed_tokens.weight has shape (3, 3)"),
+    "reduced": (lambda t: t | {"lm_head.weight": torch.ones(20, 16)}, "lm_head.weight has shape (20, 16)"),
+    "norm": (lambda t: t | {"verifier_norm.weight": torch.ones(37)}, "verifier_norm.weight has shape"),
+    "map": (lambda t: t | {"d2t": torch.arange(20)}, "d2t has shape"),
+    "reordered": (lambda t: t | {"d2t": torch.tensor([1, -1] + [0] * 35)}, "d2t maps tokens to others"),
+    "drafted": (lambda t: t | {"t2d": torch.arange(37) < 20}, "t2d contradict"),
 }
 
 
