@@ -51,7 +51,14 @@ def kind_of(path: Path) -> str | None:
     """Returns the kind of the head in a folder or GGUF file, by its characteristic keys; None: it is no head."""
     if path.suffix == ".gguf" and (kind := drafter_kind(path)) != "dflash":
         return kind and f"GGUF ({kind})"
-    return kind_of_config(raw_config(path))
+    raw = raw_config(path)
+    with errors_name(config_file(path)):
+        return kind_of_config(raw)
+
+
+def config_file(path: Path) -> Path:
+    """Returns the file that holds the config of a head's folder or GGUF file."""
+    return path if path.is_file() else path / CONFIG_FILE
 
 
 def kind_of_config(raw: Mapping[str, Any]) -> str | None:
@@ -220,6 +227,7 @@ class HeadTensors(TensorFiles):
                 f"{WEIGHTS_FILE} is missing; pickles can run code and are never opened here: "
                 f"`jetspec export {folder} --format hf --out NEW` converts one"
             )
+        self.path = paths[0] if len(paths) == 1 else folder
         for path in paths:
             file = DrafterFile(path) if path.suffix == ".gguf" else open_safetensors(path)
             for stored in file.keys():  # noqa: SIM118  the handle is no mapping
@@ -342,7 +350,7 @@ class HeadFormat(ABC, Generic[C, H]):
             raise ValueError(
                 f"{folder} is a head of kind {kind}, which is not supported; `jetspec heads` lists those that are"
             )
-        with errors_name(folder if folder.is_file() else folder / CONFIG_FILE):
+        with errors_name(config_file(folder)):
             return self.parse(raw_config(folder))
 
     def load(
@@ -372,6 +380,7 @@ class HeadFormat(ABC, Generic[C, H]):
         head = on_meta(self.make, config)
         with errors_name(folder):
             tensors = HeadTensors(folder, self.names_of(str(kind_of(folder))), self.num_drafted(config))
+        with errors_name(tensors.path):
             state = tensors.weights(head, dtype, device)
             state |= self.buffers(config, tensors, state)
         return filled(head, state, device)
