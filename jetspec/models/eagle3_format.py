@@ -29,6 +29,7 @@ from jetspec.models.head_folder import (
     layer_ids,
     read_last_tap,
     read_vocabulary,
+    refuse_unread,
     table,
     tap_fields,
 )
@@ -92,8 +93,7 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
         )
         if not all(each.flag("use_aux_hidden_state", True) for each in (keys, own)):
             raise ValueError("use_aux_hidden_state false is not supported")
-        for each in (keys, own, inner):
-            each.refuse_unread()
+        refuse_unread(keys, own, inner)
         return config
 
     def write_config(self, config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:

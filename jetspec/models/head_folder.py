@@ -127,11 +127,12 @@ class HeadKeys(Fields, Mapping[str, Any]):
     def __init__(self, *tables: tuple[str, Mapping[str, Any]]) -> None:
         super().__init__(self)
         self.tables = tables
-        self.read: set[str] = set()
+        self.read: set[tuple[str, str]] = set()
+        """Tables and keys in them."""
         self.inner: dict[str, HeadKeys] = {}
 
     def __getitem__(self, key: str) -> Any:
-        self.read.add(key)
+        self.read |= {(where, key) for where, _ in self.tables}
         found = [(f"{where}{key}.", table[key]) for where, table in self.tables if table.get(key) is not None]
         if not found:
             raise KeyError(key)
@@ -151,19 +152,9 @@ class HeadKeys(Fields, Mapping[str, Any]):
     def __len__(self) -> int:
         return len(list(iter(self)))
 
-    def refuse_unread(self) -> None:
-        """Raise ValueError for a key that no reader has asked for, unless it is known to change nothing."""
-        for where, table in self.tables:
-            for key, value in table.items():
-                is_off = value is None or (value is False and key in SWITCHES)
-                if not is_off and key not in self.read and key not in HARMLESS:
-                    raise ValueError(f"{where}{key} is not supported: it may change what the head computes")
-        for inner in self.inner.values():
-            inner.refuse_unread()
-
     def layers(self, changes: Mapping[str, Any]) -> DecoderConfig:
         """Reads decoder layers with some keys changed. Spellings of a rope must not contradict each other."""
-        keys = HeadKeys(("", changes), *self.tables)
+        keys = HeadKeys(("changed.", changes), *self.tables)
         layers = config_from_hf(keys)
         self.read |= keys.read
         self.inner |= keys.inner
@@ -174,9 +165,21 @@ class HeadKeys(Fields, Mapping[str, Any]):
         ropes = {"rope_parameters": layers.rope}
         if places["rope_parameters."] and (old := places["rope_scaling."]):
             changed = {"rope_parameters": old, "rope_theta": layers.rope.theta}
-            ropes["rope_scaling"] = rope_from_hf(HeadKeys(("", changed), *self.tables))
+            ropes["rope_scaling"] = rope_from_hf(HeadKeys(("changed.", changed), *self.tables))
         agreed(ropes)
         return layers
+
+
+def refuse_unread(*sections: HeadKeys) -> None:
+    """Raise ValueError for a key that no reader has asked for, unless it is known to change nothing."""
+    read = {each for section in sections for each in section.read}
+    for section in sections:
+        for where, table in section.tables:
+            for key, value in table.items():
+                is_off = value is None or (value is False and key in SWITCHES)
+                if not is_off and (where, key) not in read and key not in HARMLESS:
+                    raise ValueError(f"{where}{key} is not supported: it may change what the head computes")
+        refuse_unread(*section.inner.values())
 
 
 @dataclass(frozen=True)
@@ -246,10 +249,10 @@ class HeadTensors(TensorFiles):
         scales = {name + SCALE for name in expected if self.dtype(name) == torch.int8}
         if unknown := [name for name in self.entries if name not in expected | scales | self.names.ignored]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
-        vocab_size, size = head.config.vocab_size, head.config.hidden_size
+        rows, size = {head.config.vocab_size, self.num_drafted or head.config.vocab_size}, head.config.hidden_size
         for name in sorted(self.entries.keys() & self.names.ignored - expected - {"d2t", "t2d"}):
-            rows = [] if "norm" in name else [vocab_size, self.num_drafted or vocab_size]
-            if self.shape(name) not in ([(row, size) for row in rows] or [(size,)]):
+            *found, last = self.shape(name) or (0,)
+            if last != size or found not in ([[]] if "norm" in name else [[n] for n in rows]):
                 raise ValueError(f"tensor {name} has shape {self.shape(name)}; it is no copy of the target's")
         dtype = self.dtype(str(self.names.own["fc.weight"])) if dtype == "auto" else dtype
         return read_weights(head, self, find, torch.float32 if dtype == torch.int8 else dtype, device)

@@ -26,6 +26,7 @@ from jetspec.models.head_folder import (
     layer_ids,
     read_last_tap,
     read_vocabulary,
+    refuse_unread,
     table,
     tap_fields,
 )
@@ -136,10 +137,10 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
     def parse(self, raw: Mapping[str, Any]) -> HeadConfig:
         kind = kind_of_config(raw)
         assert kind is not None
-        # Own keys are read from the table of their own first, as the authors do.
+        # Own keys are read from the table of their own first, layers at the top alone, as the authors do.
         own = [("dflash_config.", table(raw, "dflash_config"))] if kind not in ("DSpark", "DFly") else []
         keys = HeadKeys(*own, ("", raw))
-        inner, read = keys, _read_published
+        inner, read = HeadKeys(("", raw)), _read_published
         if kind.startswith("speculators"):
             inner = HeadKeys(("transformer_layer_config.", table(raw, "transformer_layer_config")))
             read = _read_speculators
@@ -147,8 +148,7 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
         config = _with_terms(kind, keys, read(kind, keys, layers))
         if keys.get("projector_type") not in (None, "dflash", *(p for p in PROJECTORS if p in kind.lower())):
             raise ValueError(f"projector_type {keys['projector_type']!r} is not supported in a head of kind {kind}")
-        for each in (keys, inner):
-            each.refuse_unread()
+        refuse_unread(keys, inner)
         narrow = [w for w, causal in zip(layers.windows, config.causal_layers, strict=False) if w and not causal]
         if narrow and min(narrow) < config.block_size:
             raise ValueError(f"sliding_window {min(narrow)} is smaller than the block of {config.block_size} slots")

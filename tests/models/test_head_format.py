@@ -259,6 +259,9 @@ def test_model_name_loads_its_shipped_head(folder: Path, monkeypatch: pytest.Mon
 
 WINDOWED = {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": True}
 NONSENSE: dict[str, Callable[[Json], object]] = {
+    "dflash_config.rms_norm_eps": lambda c: c["dflash_config"].update(rms_norm_eps=0.5),
+    "dflash_config.layer_types": lambda c: c["dflash_config"].update(layer_types=["full_attention"] * 3),
+    "dflash_config.rope_theta": lambda c: c["dflash_config"].update(rope_theta=77.0),
     "use_sliding_window is not true": lambda c: c.update(WINDOWED, sliding_window=8, use_sliding_window=False),
     "use_sliding_window": lambda c: c.update(WINDOWED, sliding_window=8, use_sliding_window=None),
     "num_hidden_layers": lambda c: c.update(num_hidden_layers=-1),
