@@ -31,7 +31,7 @@ from jetspec.models.head_folder import (
     table,
     write_folder,
 )
-from jetspec.models.head_format import KINDS, read_config, save_head, write_config
+from jetspec.models.head_format import KINDS, parse_config, save_head, write_config
 from jetspec.models.heads import format_of
 from jetspec.models.hub import local_file
 from jetspec.models.tensor_files import CONFIG_FILE, WEIGHTS_FILE, read_json, write_json, write_tensors
@@ -64,8 +64,8 @@ def export_head(
     kind = chain_kind(head.head_config, engine)
     chain = chain_head(head, kind)
     config = write_chain_config(chain.head_config, engine, dtype, target)
+    check_export(config, engine, chain.head_config)
     write_folder(folder, config, published_tensors(chain, KINDS[NAMED[kind]], dtype), None)
-    check_export(folder, engine, chain.head_config)
 
 
 def convert_pickles(source: Path, folder: str | Path, dtype: torch.dtype) -> None:
@@ -135,15 +135,16 @@ def refusals(config: HeadConfig, engine: Engine, target: str | None) -> list[str
     """Returns the reasons why an engine cannot run a head."""
     kind, is_speculators = chain_kind(config, engine), engine == "speculators"
     has_own_taps = config.fused_taps or config.last_tap
-    opens_layers = is_speculators and config.causal and None in config.layers.distinct_windows
+    windows = any(config.layers.windows)
     problems = {
         "its slots predict the next position": config.shifted and kind != "dspark",
         "it has terms or convolutions that cannot be left out": config.path or (config.conv and kind != "dflash2"),
         "it has a reduced vocabulary, or taps of its own form": config.draft_vocab_size or has_own_taps,
         "it scales embeddings or logits": (config.embedding_scale, config.output_scale, config.softcap) != (1, 1, None),
         "it adapts the size of the target's states": config.target_hidden_size is not None,
-        "only some of its layers are causal": is_speculators and config.causal_windows,
-        "it has causal layers without a window, in which speculators lets slots attend to later ones": opens_layers,
+        "it has windows, which stay at the anchor of a block in speculators": is_speculators and windows,
+        "it has windows, whose layers DSpark's layout makes causal": kind == "dspark" and windows and not is_speculators,
+        "it is causal, and speculators lets slots attend to later ones": is_speculators and config.causal,
         "the format names the target; give --target": is_speculators and target is None,
     }
     return [words for words, holds in problems.items() if holds]
@@ -221,24 +222,22 @@ def properties(config: HeadConfig) -> dict[str, Any]:
     }
 
 
-def check_export(folder: Path, engine: Engine, config: HeadConfig) -> None:
-    """Raise ValueError if the engine would read other properties from a folder than the head has."""
-    raw, expected = raw_config(folder), properties(config)
+def check_export(raw: Mapping[str, Any], engine: Engine, config: HeadConfig) -> None:
+    """Raise ValueError if the engine would read other properties from a config.json than the head has."""
+    expected = properties(config)
     if engine == "speculators" or config.edge is not None:
-        again = read_config(folder)
+        again = parse_config(raw)
         if again != replace(config, num_target_layers=again.num_target_layers):
-            raise ValueError(f"{folder}: this head would not be read back as it is")
-    if config.edge is not None:  # the other engines read these layouts by the same keys as we do
-        return
+            raise ValueError("this head would not be read back as it is")
     for reader, read in READERS[engine].items():
         found = read(raw)
         if wrong := [name for name in expected if found[name] != expected[name]]:
-            raise ValueError(f"{folder}: {reader} would misread {', '.join(wrong)} of this head")
+            raise ValueError(f"{reader} would misread {', '.join(wrong)} of this head")
 
 
 def read_vllm(raw: Mapping[str, Any], has_is_causal: bool = True) -> dict[str, Any]:
     """vLLM: `is_causal` if it supports the key, then `dflash_config.causal`, else layers with a window are causal."""
-    own, kinds = table(raw, "dflash_config"), raw.get("layer_types")
+    own, kinds = {**raw, **table(raw, "dflash_config")}, raw.get("layer_types")
     flags = [raw.get("is_causal") if has_is_causal else None, own.get("causal")]
     flag = next((value for value in flags if value is not None), None)
     windowed = [kind == "sliding_attention" for kind in kinds] if kinds else [False] * raw["num_hidden_layers"]
@@ -249,7 +248,7 @@ def read_vllm(raw: Mapping[str, Any], has_is_causal: bool = True) -> dict[str, A
         "tap_layers": taps,
         "windows": [raw["sliding_window"] if w else None for w in windowed],
         "mask_token": own["mask_token_id"],
-        "depth": raw["block_size"] - 1,
+        "depth": raw["block_size"] - (not raw.get("sample_from_anchor", "Qwen3DSparkModel" in architectures(raw))),
         "rope": rope_from_hf(raw),
     }
 
@@ -268,7 +267,8 @@ def read_speculators(raw: Mapping[str, Any], has_is_causal: bool = True) -> dict
         "target_layer_ids": [i - 1 for i in ids],
         "causal": not raw.get("sliding_window_non_causal", True),
     }
-    layers = {**raw["transformer_layer_config"], "block_size": raw["block_size"], "dflash_config": own}
+    outer = {key: raw[key] for key in ("block_size", "sample_from_anchor")}
+    layers = {**raw["transformer_layer_config"], **outer, "dflash_config": own}
     return read_vllm({**layers, "eagle_aux_hidden_state_layer_ids": ids}, has_is_causal)
 
 

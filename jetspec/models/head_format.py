@@ -402,4 +402,4 @@ def _flag(keys: HeadKeys, spellings: tuple[str, ...]) -> bool | None:
 
 BLOCK = BlockFormat()
 load_head, save_head, read_config = BLOCK.load, BLOCK.save, BLOCK.read_config
-check_fits, require_fit, write_config = BLOCK.misfits, BLOCK.require_fit, BLOCK.write_config
+check_fits, require_fit, write_config, parse_config = BLOCK.misfits, BLOCK.require_fit, BLOCK.write_config, BLOCK.parse

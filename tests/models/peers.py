@@ -22,6 +22,26 @@ from speculators.config import SpeculatorsConfig, VerifierConfig  # noqa: E402
 from speculators.models import dflash, dflash2, dspark, eagle3, xpress  # noqa: E402
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
+create_mask = dflash.core.create_anchor_block_mask_mod
+
+
+def moving_windows(
+    anchor_positions: Tensor, block_size: int, total_seq_len: int, sliding_window: int | None, **settings: Any
+) -> tuple[Any, int, int]:
+    """Returns the library's mask with windows that move with the slots, as in vLLM, which runs these heads; those of
+    the library stay at the anchor."""
+    wide = None if sliding_window is None else total_seq_len
+    blocks = {"anchor_positions": anchor_positions, "block_size": block_size, "total_seq_len": total_seq_len}
+    mask, queries, keys = create_mask(**blocks, sliding_window=wide, **settings)
+    position = anchor_positions.repeat_interleave(block_size) + torch.arange(queries) % block_size
+
+    def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask(batch, head, query, key) & ((key >= total_seq_len) | (key > position[query] - sliding_window))
+
+    return (mask if wide is None else near), queries, keys
+
+
+dflash.core.create_anchor_block_mask_mod = moving_windows
 VOCAB, HIDDEN, MASK, TAPS = 37, 16, 36, (1, 3)
 KINDS = {
     "dflash": (dflash.DFlashSpeculatorConfig, dflash.DFlashDraftModel),

@@ -23,7 +23,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "full": {},
     "windowed": {
         "layer_types": ["sliding_attention", "full_attention"],
-        "sliding_window": 64,
+        "sliding_window": 8,
         "use_sliding_window": True,
     },
 }
@@ -51,6 +51,7 @@ PEERS: dict[str, dict[str, Any]] = {
     "dspark confident by parent": DSPARK | BY_PARENT,
     "dspark gated confident": GATED | BY_PARENT,
     "dflash2": DFLASH2 | {"conv_group_size": 4},
+    "dflash2 open windows": DFLASH2 | {"conv_group_size": 4, "layers": LAYERS["windowed"]},
     "dflash2 three taps": DFLASH2 | {"conv_group_size": 8, "conv_kernel_size": 3},
     "xpress": XPRESS,
     "xpress anchor first": XPRESS | {"xpress_mlp_ratio": 3, "sample_from_anchor": True},
