@@ -47,7 +47,7 @@ def check_drafter(drafter: DrafterName, head: EngineHead | None, tree: TreeConfi
     if drafter == "ngram" and not tree.ranks_by_probability:
         raise ValueError("expand and score do not apply to the ngram drafter, which ranks by matches")
     if drafter == "head" and head is not None and not head.uses_score and not tree.ranks_by_probability:
-        raise ValueError("expand and score do not apply to an EAGLE-3 head, which ranks by probability")
+        raise ValueError("expand and score do not apply to this head, which ranks by probability")
 
 
 class Engine:

@@ -408,6 +408,7 @@ class HeadFormat(ABC, Generic[C, H]):
             "vocab_size": config.layers.vocab_size,
             "depth": config.depth,
             "tap_layers": list(config.tap_layers),
+            "last_tap": config.last_tap,
             "num_target_layers": config.num_target_layers,
             "target_hidden_size": config.target_hidden_size or config.layers.hidden_size,
         }

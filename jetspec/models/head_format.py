@@ -225,6 +225,10 @@ class BlockFormat(HeadFormat[HeadConfig, DraftHead]):
             "causal": config.causal,
             "shifted": config.shifted,
             "edge_rank": config.edge.rank if config.edge else None,
+            "path_term": config.path.kind if config.path else None,
+            "convolution_taps": config.conv.taps if config.conv else None,
+            "confidence": config.confidence,
+            "draft_vocab_size": config.draft_vocab_size,
         }
 
     def misfits(self, head: HeadConfig, target: TargetShape) -> list[str]:

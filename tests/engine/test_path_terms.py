@@ -1,8 +1,9 @@
-"""Trees of heads whose terms depend on the whole path: the text is plain decoding's."""
+"""Trees of heads of other layouts: the text is plain decoding's."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from jetspec.config import EngineConfig, Execution, TreeConfig
 from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
+from jetspec.models.heads import Head
 from jetspec.models.path_terms import PathConfig
 from jetspec.types import SamplingParams
-from tests.engine.tiny import VOCAB, Texts, make_engine, plain, randomize, run, tiny_decoder
+from tests.engine.tiny import VOCAB, Texts, make_engine, plain, randomize, run, tiny_decoder, tiny_eagle3
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8] * 9, list(range(30))]
 TEXTS = Texts(TARGET, PROMPTS)
+GREEDY = SamplingParams(max_tokens=20)
 EDGE = EdgeConfig(rank=8, gate=False)
 HEADS: dict[str, dict[str, Any]] = {
     "gated": {"path": PathConfig("gated", 8)},
@@ -35,11 +38,16 @@ HEADS: dict[str, dict[str, Any]] = {
     "reduced": {"draft_vocab_size": 20, "edge": EDGE},
     "scaled": {"embedding_scale": 2.0, "output_scale": 0.5, "softcap": 3.0, "edge": EDGE},
     "normed last tap": {"tap_layers": (0, 2), "last_tap": "normed"},
+    "eagle3, reduced": {"eagle3": {"draft_vocab": 20, "norm_before_residual": True}},
+    "eagle3, taps together": {"eagle3": {"norm_taps": True, "norm_output": True}},
+    "eagle3, five taps": {"eagle3": {"norm_each_tap": True, "tap_layers": (0, 0, 1, 1, 0)}},
 }
 each_head = pytest.mark.parametrize("changes", HEADS.values(), ids=HEADS.keys())
 
 
-def path_head(changes: dict[str, Any]) -> DraftHead:
+def path_head(changes: dict[str, Any]) -> Head:
+    if "eagle3" in changes:
+        return tiny_eagle3(TARGET, **changes["eagle3"])
     layers = DecoderConfig("qwen3", VOCAB, 32, 2, 4, 2, 8, 64, max_len=256, qk_norm=True)
     settings: dict[str, Any] = {"tap_layers": (0, 1), "block_size": 6, "causal": False, "mask_token": 2, **changes}
     head = randomize(DraftHead(HeadConfig(layers, **settings)), 3, 0.3)
@@ -52,11 +60,11 @@ def path_head(changes: dict[str, Any]) -> DraftHead:
 @pytest.mark.parametrize(
     ("budget", "sampling"),
     [
-        (16, SamplingParams(max_tokens=20)),
-        (64, SamplingParams(max_tokens=20)),
-        (64, SamplingParams(max_tokens=20, temperature=0.8, top_p=0.95, seed=5)),
+        (budget, sampling)
+        for budget in (16, 64)
+        for sampling in (GREEDY, replace(GREEDY, temperature=0.8, top_p=0.95, seed=5))
     ],
-    ids=["16", "64", "64, seeded"],
+    ids=["16", "16, seeded", "64", "64, seeded"],
 )
 def test_text_is_that_of_plain_decoding(changes: dict[str, Any], budget: int, sampling: SamplingParams) -> None:
     tree = TreeConfig(budget=budget, width=4)

@@ -102,6 +102,21 @@ def test_head_for_another_target(name: str, change: dict[str, Any], tmp_path: Pa
 
 
 @each_layout
+def test_tap_of_the_last_layer_needs_its_form(name: str, tmp_path: Path) -> None:
+    FOLDERS[name](tmp_path)
+    file, depths = tmp_path / "config.json", {"num_target_layers", "target_num_hidden_layers"}
+    taps = load_any_head(tmp_path, target_of(name)).head_config.tap_layers
+    target, raw = replace(target_of(name), num_layers=1 + max(taps)), without(json.loads(file.read_text()), depths)
+    for form in (None, "raw", "normed"):
+        file.write_text(json.dumps(raw | {"last_tap": form}))
+        if form is None and "is_causal" not in raw:  # else JetSpec wrote it
+            assert "it taps layer" in refusal(tmp_path, target) and "last_tap" in refusal(tmp_path, target)
+        else:
+            head = load_any_head(tmp_path, target).head_config
+            assert head.last_tap == (form or "raw") and max(head.tap_layers) == max(taps) + (form == "normed")
+
+
+@each_layout
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "model.safetensors"])
 def test_code_in_a_pickle_is_not_run(name: str, file: str, tmp_path: Path) -> None:
     FOLDERS[name](tmp_path)

@@ -70,18 +70,20 @@ def make_model(family: str, changes: dict[str, Any]) -> PreTrainedModel:
 
 
 def run_model(model: PreTrainedModel, tokens: list[int], tap_layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Returns logits and outputs of layers. What transformers calls the last hidden state is behind the final norm: the
+    tap after the last layer."""
     taps: dict[int, Tensor] = {}
-    hooks = [
-        model.model.layers[i].register_forward_hook(lambda _, __, out, i=i: taps.update({i: out})) for i in tap_layers
-    ]
+    layers = list(enumerate(model.model.layers))
+    hooks = [layer.register_forward_hook(lambda _, __, out, i=i: taps.update({i: out})) for i, layer in layers]
     with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0]
+        out = model(torch.tensor([tokens]), output_hidden_states=True)
     for hook in hooks:
         hook.remove()
-    return logits, torch.cat([taps[i][0] for i in tap_layers], -1)
+    taps[len(layers)] = out.hidden_states[len(layers)]
+    return out.logits[0], torch.cat([taps[i][0] for i in tap_layers], -1)
 
 
-def assert_same(path: Path, model: PreTrainedModel, tap_layers: tuple[int, ...] = (0, 2, 1)) -> None:
+def assert_same(path: Path, model: PreTrainedModel, tap_layers: tuple[int, ...] = (0, 2, 1, 3)) -> None:
     tokens = torch.randint(0, 61, (23,), generator=torch.Generator().manual_seed(7)).tolist()
     logits, taps = run_decoder(load_decoder(open_model(path)), tokens, tap_layers)
     expected_logits, expected_taps = run_model(model, tokens, tap_layers)

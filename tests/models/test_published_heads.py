@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from jetspec.config import TreeConfig
+from jetspec.models.describe import describe
 from jetspec.models.draft_head import DraftHead, HeadState
 from jetspec.models.eagle3 import Eagle3Head
 from jetspec.models.head_format import BLOCK
@@ -116,6 +117,21 @@ def test_speculators_folder_computes_what_its_module_does(settings: dict[str, An
     peer = Peer.make(**settings)
     peer.save(tmp_path)
     assert_equal_to(peer, tmp_path)
+
+
+PARTS: dict[str, dict[str, Any]] = {
+    "dspark rnn reduced": {"path_term": "recurrent", "draft_vocab_size": 20, "last_tap": "raw"},
+    "dspark confident by parent": {"confidence": "state_and_parent", "edge_rank": 6, "path_term": None},
+    "dflash2 three taps": {"convolution_taps": 3, "edge_rank": 6, "last_tap": None},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_description_names_the_parts(name: str, tmp_path: Path) -> None:
+    Peer.make(**PEERS[name]).save(tmp_path)
+    edit_config(tmp_path, last_tap=PARTS[name].get("last_tap"))
+    facts = describe(tmp_path)
+    assert {key: facts[key] for key in PARTS[name]} == PARTS[name]
 
 
 EAGLE3: dict[str, dict[str, Any]] = {
