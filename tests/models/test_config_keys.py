@@ -24,7 +24,7 @@ from tests.models import test_eagle3_format as eagle3
 from tests.models.head_paged import HEADS, LAYERS, Embedder, random_head
 from tests.models.peers import Peer, edit_config, to_authors_layout
 from tests.models.test_published_heads import LAYERS as WINDOWS
-from tests.models.test_published_heads import TAP, TEXT, draft_along, write_dfly, write_domino
+from tests.models.test_published_heads import TAP, TEXT, assert_equal_block, draft_along, write_dfly, write_domino
 
 TARGET = replace(LAYERS, family="llama", num_layers=6, rope=RopeConfig(), qk_norm=False)
 ROPES: dict[str, dict[str, Any]] = {
@@ -177,6 +177,7 @@ SELECTING = {
     *("num_hidden_layers", "enable_hidden_correction", "selector_rank"),
 }
 """Keys that decide which others are read: the refusal names one of those."""
+ABSENT = object()
 IS_STORED = re.compile("tensors? |layers, the target|the target's")
 HARMLESS_TABLES = ("speculators_config", "auto_map")
 COUNTS = {
@@ -219,6 +220,25 @@ def changes(raw: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tupl
             yield (*path, key), value
 
 
+def keys(raw: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the place of each key of a table and of those in it."""
+    for key, value in raw.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from keys(value, (*path, key))
+
+
+def edited(text: str, path: tuple[str, ...], value: Any) -> str:
+    """Returns a config with another value at a place, or without a key there (ABSENT)."""
+    raw = table = json.loads(text)
+    for part in path[:-1]:
+        table = table[part]
+    table[path[-1]] = value
+    if value is ABSENT:
+        del table[path[-1]]
+    return json.dumps(raw)
+
+
 def result(folder: Path, is_eagle3: bool) -> list[Tensor]:
     """Returns numbers that a head computes: taps, depth, states and log-probabilities."""
     head = load_any_head(folder, eagle3.TARGET if is_eagle3 else TARGET)
@@ -253,13 +273,9 @@ def test_every_key_counts_or_is_refused_by_its_name(name: str, tmp_path: Path) -
         flags = {**dict.fromkeys(SHIFTED, head.shifted), **dict.fromkeys(CAUSAL, head.causal)}
     wrong = []
     for path, value in changes(json.loads(text)):
-        raw, key = json.loads(text), path[-1]
+        key = path[-1]
         value = not flags[key] if key in flags else value
-        table = raw
-        for part in path[:-1]:
-            table = table[part]
-        table[key] = value
-        file.write_text(json.dumps(raw))
+        file.write_text(edited(text, path, value))
         try:
             is_silent = is_same(result(tmp_path, is_eagle3), expected)
             is_allowed = COUNTS.get(key) != name if key in COUNTS else key in HARMLESS or path[0] in HARMLESS_TABLES
@@ -271,3 +287,21 @@ def test_every_key_counts_or_is_refused_by_its_name(name: str, tmp_path: Path) -
             if "\n" in words or not is_known:
                 wrong.append(f"{'.'.join(path)} = {value}: {words}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("speculators") and "EAGLE" not in name])
+def test_a_changed_or_absent_key_means_what_it_does_to_the_peer(name: str, tmp_path: Path) -> None:
+    """A folder that both read is computed alike."""
+    LAYOUTS[name](tmp_path)
+    file, kind, num_read = tmp_path / "config.json", name.split()[1].lower(), 0
+    text = file.read_text()
+    for path, value in [*changes(json.loads(text)), *((path, ABSENT) for path in keys(json.loads(text)))]:
+        file.write_text(edited(text, path, value))
+        try:
+            head = load_any_head(tmp_path)
+            peer = Peer.load(kind, tmp_path)
+        except (ValueError, RuntimeError, AssertionError):  # one of them refuses
+            continue
+        num_read += 1
+        assert_equal_block(peer, head, TEXT, TAP, 12)
+    assert num_read > 30

@@ -91,25 +91,28 @@ def draft_along(
 
 def assert_equal_to(peer: Peer, folder: Path, head: DraftHead | None = None) -> None:
     """A head, by default that of the folder, computes 20 blocks as a peer does, and drafts the same tokens."""
-    head = head or BLOCK.load(folder)
-    generator = torch.Generator().manual_seed(1)
-    target = target_of(peer)
+    head, generator = head or BLOCK.load(folder), torch.Generator().manual_seed(1)
     for anchor in range(4, 24):
         text = torch.randint(VOCAB - 1, (32,), generator=generator)
         tap = torch.randn(32, len(TAPS) * HIDDEN, generator=generator)
-        hidden_SM, logits_SV, confidence_S = peer.block(text, tap, anchor)
-        states, rows = draft_along(head, target, text, tap, anchor)
-        torch.testing.assert_close(states, hidden_SM, atol=1e-4, rtol=0)
-        first = 0 if head.head_config.shifted else 1
-        for slot, row in enumerate(rows, first):
-            expected = logits_SV[slot].log_softmax(-1)
-            if confidence_S is not None:
-                expected = expected + torch.nn.functional.logsigmoid(confidence_S[slot])
-            if head.head_config.edge is None or head.head_config.edge.candidates is None:
-                torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
-            else:  # the mass of the shortlist is that of the whole vocabulary, not 1
-                torch.testing.assert_close(row - row.logsumexp(-1), expected, atol=1e-4, rtol=0)
-            assert row.argmax() == expected.argmax()
+        assert_equal_block(peer, head, text, tap, anchor)
+
+
+def assert_equal_block(peer: Peer, head: DraftHead, text: Tensor, tap: Tensor, anchor: int) -> None:
+    hidden_SM, logits_SV, confidence_S = peer.block(text, tap, anchor)
+    states, rows = draft_along(head, target_of(peer), text, tap, anchor)
+    torch.testing.assert_close(states, hidden_SM, atol=1e-4, rtol=0)
+    first = 0 if head.head_config.shifted else 1
+    assert len(rows) == len(states) - first
+    for slot, row in enumerate(rows, first):
+        expected = logits_SV[slot].log_softmax(-1)
+        if confidence_S is not None:
+            expected = expected + torch.nn.functional.logsigmoid(confidence_S[slot])
+        if head.head_config.edge is None or head.head_config.edge.candidates is None:
+            torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
+        else:  # the mass of the shortlist is that of the whole vocabulary, not 1
+            torch.testing.assert_close(row - row.logsumexp(-1), expected, atol=1e-4, rtol=0)
+        assert row.argmax() == expected.argmax()
 
 
 @each_peer
