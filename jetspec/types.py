@@ -416,7 +416,8 @@ class BatchLayout:
     max_queries: int
     """Upper bound of the tokens per request, known on the host."""
     first_seen: int = 0
-    """First cached position that is attended to; those before it are masked for all queries."""
+    """First position that is attended to; those before it are masked for all queries, in trees only where they are
+    cached. A query that sees nothing gets zeros."""
     earlier: int = 0
     """Uncommitted tokens of earlier forwards, equally many in every request. Their slots follow the cached ones, and
     the ancestor bits begin with them."""

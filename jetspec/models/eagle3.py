@@ -122,8 +122,8 @@ class Eagle3Layer(DecoderLayer):
         return (normed if self.norm_output else hidden), normed
 
 
-class Eagle3Head(EngineHead):
-    """The layer with its feature projection, vocabulary and output matrix."""
+class EagleHead(EngineHead):
+    """Layers over rows, with the feature projection, vocabulary and output matrix. The first layer is EAGLE-3's."""
 
     head_config: Eagle3Config
     uses_score = False
@@ -132,9 +132,8 @@ class Eagle3Head(EngineHead):
     embedding: Tensor | None
 
     def __init__(self, config: Eagle3Config) -> None:
-        layer = partial(Eagle3Layer, norm_before_residual=config.norm_before_residual, norm_output=config.norm_output)
-        super().__init__(config.layers, layer)
-        assert config.layers.num_layers == 1
+        flags = {"norm_before_residual": config.norm_before_residual, "norm_output": config.norm_output}
+        super().__init__(config.layers, lambda c, i: DecoderLayer(c, i) if i else Eagle3Layer(c, i, **flags))
         self.head_config = config
         self.feature_size = size = config.layers.hidden_size
         self.fc = Linear(config.tap_size, size)
@@ -166,6 +165,20 @@ class Eagle3Head(EngineHead):
 
     def embed(self, token: Tensor, target: Embedder) -> Tensor:
         return target.embed(token) if self.embedding is None else nn.functional.embedding(token, self.embedding)
+
+    def best_tokens(self, normed: Tensor, count: int, choice: ChoiceModel | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the best tokens after states (.., M), best first, and their log-probabilities."""
+        c, logits, token_of = self.head_config, self.lm_head(normed), self.token_of
+        count = min(count, c.draft_vocab_size)
+        if choice is not None and choice.weight_BD is not None and c.draft_vocab_size < c.layers.vocab_size:
+            full = logits.new_full((*logits.shape[:-1], c.layers.vocab_size), -torch.inf)  # noise is of target tokens
+            return ops.topk_logprob(full.index_copy_(-1, token_of, logits), count, with_filters(choice, full))
+        token, logprob = ops.topk_logprob(logits, count, with_filters(choice, logits))
+        return token_of[token], logprob
+
+
+class Eagle3Head(EagleHead):
+    """A single layer, in a pass for each level of a tree."""
 
     def nodes(self, tree: TreeConfig) -> tuple[Tensor, Tensor | None]:
         """The anchor and the frontiers, level by level; the mask of each is its own bit."""
@@ -226,16 +239,6 @@ class Eagle3Head(EngineHead):
         row_TX = self.layer.row(self.embed(batch.token_T, state.target), state.feature_SM[before_T])
         kv, pages = attention.context(row_TX), state.layers[0]
         ops.rotate_store(kv, self.config.num_kv_heads, rope, attention.head_norm, pages, batch.slot_T)
-
-    def best_tokens(self, normed: Tensor, count: int, choice: ChoiceModel | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the best tokens after states (.., M), best first, and their log-probabilities."""
-        c, logits, token_of = self.head_config, self.lm_head(normed), self.token_of
-        count = min(count, c.draft_vocab_size)
-        if choice is not None and choice.weight_BD is not None and c.draft_vocab_size < c.layers.vocab_size:
-            full = logits.new_full((*logits.shape[:-1], c.layers.vocab_size), -torch.inf)  # noise is of target tokens
-            return ops.topk_logprob(full.index_copy_(-1, token_of, logits), count, with_filters(choice, full))
-        token, logprob = ops.topk_logprob(logits, count, with_filters(choice, logits))
-        return token_of[token], logprob
 
     def forward_unrolled(
         self,

@@ -1,4 +1,4 @@
-"""Reads and writes EAGLE-3 heads in the published layout; reads that of the speculators library.
+"""Reads and writes EAGLE-3 heads in the published layout; reads that of the speculators library, and P-EAGLE heads.
 
 Layer numbers: `eagle_config.eagle_aux_hidden_state_layer_ids` counts layers by their outputs, as we do. The top-level
 key of that name, and speculators, count the embedding as 0, so every number is one more.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from jetspec.config import EAGLE3_DEPTH, MAX_DEPTH
 from jetspec.models.decoder import DecoderConfig
-from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, eagle3_tap_layers
-from jetspec.models.families import MAX_LAYERS
+from jetspec.models.eagle3 import Eagle3Config, Eagle3Head, EagleHead, eagle3_tap_layers
+from jetspec.models.families import MAX_LAYERS, Fields
 from jetspec.models.head_folder import (
     HeadFormat,
     HeadKeys,
@@ -25,6 +26,7 @@ from jetspec.models.head_folder import (
     Names,
     TargetShape,
     agreed,
+    kind_of_config,
     layer_fields,
     layer_ids,
     read_last_tap,
@@ -33,11 +35,16 @@ from jetspec.models.head_folder import (
     table,
     tap_fields,
 )
+from jetspec.models.peagle import PEagleConfig, PEagleHead
 from jetspec.models.tensor_files import errors_name
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 EMBEDDING = "embed_tokens.weight"
 MAX_TAPS = 16
+PARALLEL = ("P-EAGLE", "speculators (peagle)")
+PEAGLE_DEPTH = 8
+"""Tokens of a pass for which the trainers of P-EAGLE train by default."""
+MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 TAPS = "eagle_aux_hidden_state_layer_ids"
 NAMES = Names(
     own={
@@ -46,6 +53,7 @@ NAMES = Names(
         "layers.*.hidden_norm.weight": "midlayer.hidden_norm.weight",
         "input_norm.weight": "input_norm.weight",
         "fc_norm": "fc_norm.*.weight",
+        "mask_hidden": "mask_hidden",
     },
     # The last two are copies of the target's, which speculators keeps for training.
     ignored=frozenset({"d2t", "t2d", EMBEDDING, "verifier_norm.weight", "verifier_lm_head.weight"}),
@@ -53,11 +61,16 @@ NAMES = Names(
 )
 
 
-class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
-    """The published EAGLE-3 layout; reads that of the speculators library too."""
+def make_head(config: Eagle3Config) -> EagleHead:
+    """Returns a head without weights."""
+    return PEagleHead(config) if isinstance(config, PEagleConfig) else Eagle3Head(config)
 
-    kinds = ("EAGLE-3", "speculators (eagle3)")
-    make = Eagle3Head
+
+class Eagle3Format(HeadFormat[Eagle3Config, EagleHead]):
+    """The published EAGLE-3 layout; reads that of the speculators library and P-EAGLE heads too."""
+
+    kinds = ("EAGLE-3", "speculators (eagle3)", *PARALLEL)
+    make = staticmethod(make_head)
     names = NAMES
 
     def read_config(self, folder: Path) -> Eagle3Config:
@@ -70,25 +83,29 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
             return replace(config, own_embedding=EMBEDDING in HeadTensors(folder, NAMES))
 
     def parse(self, raw: Mapping[str, Any]) -> Eagle3Config:
-        is_speculators = "speculators_model_type" in raw
+        is_speculators, is_parallel = "speculators_model_type" in raw, kind_of_config(raw) in PARALLEL
         inner = HeadKeys(("transformer_layer_config.", table(raw, "transformer_layer_config")))
         keys, own = HeadKeys(("", raw)), HeadKeys(("eagle_config.", table(raw, "eagle_config")))
         layers = _layer_config(inner if is_speculators else keys)
+        if layers.num_layers > 1 and not is_parallel:
+            raise ValueError(f"num_hidden_layers is {layers.num_layers}; EAGLE-3 heads have one layer here")
         target_hidden_size = keys.size("target_hidden_size", layers.hidden_size)
         num_target_layers = keys.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
+        default_vocab = 32_000 if is_speculators else layers.vocab_size
         places = {"ttt_length": keys, "eagle_config.ttt_length": own}
         depths = {name: p.integer("ttt_length", 1, MAX_DEPTH) for name, p in places.items() if "ttt_length" in p}
-        config = Eagle3Config(
+        make = partial(PEagleConfig, mask_token=_mask_token(keys, layers)) if is_parallel else Eagle3Config
+        config = make(
             layers=layers,
             tap_layers=_tap_layers(keys, own) or (eagle3_tap_layers(num_target_layers) if num_target_layers else ()),
-            draft_vocab_size=keys.integer("draft_vocab_size", 1, layers.vocab_size, layers.vocab_size),
-            depth=agreed(depths) or EAGLE3_DEPTH,
+            draft_vocab_size=keys.integer("draft_vocab_size", 1, layers.vocab_size, default_vocab),
+            depth=_num_depths(raw) if is_parallel else agreed(depths) or EAGLE3_DEPTH,
             target_hidden_size=None if target_hidden_size == layers.hidden_size else target_hidden_size,
             num_target_layers=num_target_layers,
             norm_before_residual=keys.flag("norm_before_residual"),
             norm_taps=keys.flag("norm_before_fc"),
             norm_each_tap=keys.flag("fc_norm"),
-            norm_output=keys.flag("norm_output"),
+            norm_output=keys.flag("norm_output") and not is_parallel,  # P-EAGLE has no next step
             last_tap=read_last_tap(keys),
         )
         if not all(each.flag("use_aux_hidden_state", True) for each in (keys, own)):
@@ -98,6 +115,8 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
 
     def write_config(self, config: Eagle3Config, dtype: torch.dtype) -> dict[str, Any]:
         """Returns the contents of config.json, with the tapped layers under both keys that other readers know."""
+        if isinstance(config, PEagleConfig):
+            raise ValueError("P-EAGLE heads are not written")
         c = config.layers
         assert c.qkv_bias == c.out_bias and c.moe is None and not any(c.windows)
         own = {TAPS: list(config.tap_layers), "use_aux_hidden_state": True, "ttt_length": config.depth}
@@ -119,8 +138,9 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
 
     def facts(self, config: Eagle3Config, kind: str) -> dict[str, Any]:
         return {
-            "format": "EAGLE-3" + (" (speculators)" if "speculators" in kind else ""),
-            "layout": "one level per pass",
+            "format": ("P-EAGLE" if kind in PARALLEL else "EAGLE-3")
+            + (" (speculators)" if "speculators" in kind else ""),
+            "layout": "all levels in one pass" if kind in PARALLEL else "one level per pass",
             "tap_layers": list(config.tap_layers) or "as the target decides",
             "draft_vocab_size": config.draft_vocab_size,
             "own_embedding": config.own_embedding,
@@ -144,7 +164,7 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
             read["embedding"] = tensors.exactly(EMBEDDING, shape).to(state["fc.weight"].dtype)
         return read
 
-    def buffer_tensors(self, head: Eagle3Head, dtype: torch.dtype) -> dict[str, Tensor]:
+    def buffer_tensors(self, head: EagleHead, dtype: torch.dtype) -> dict[str, Tensor]:
         token = head.token_of.cpu()
         flags = torch.zeros(head.config.vocab_size, dtype=torch.bool).scatter_(0, token, True)
         tensors = {"d2t": token - torch.arange(len(token)), "t2d": flags}
@@ -155,12 +175,27 @@ class Eagle3Format(HeadFormat[Eagle3Config, Eagle3Head]):
 
 def _layer_config(keys: HeadKeys) -> DecoderConfig:
     layers = replace(keys.layers({"model_type": keys.get("model_type", "llama")}), tied_embedding=False)
-    if layers.num_layers != 1 or keys.integer("draft_num_hidden_layers", 1, MAX_LAYERS, 1) != 1:
-        raise ValueError("num_hidden_layers or draft_num_hidden_layers is not 1; EAGLE-3 heads have one layer here")
+    if keys.integer("draft_num_hidden_layers", 1, MAX_LAYERS, layers.num_layers) != layers.num_layers:
+        raise ValueError("draft_num_hidden_layers differs from num_hidden_layers")
     full = ["full_attention"] * layers.num_layers
     if layers.moe is not None or any(layers.windows) or keys.get("layer_types", full) != full:
         raise ValueError("EAGLE-3 heads with experts or sliding windows (layer_types) are not supported")
     return layers
+
+
+def _mask_token(keys: HeadKeys, layers: DecoderConfig) -> int:
+    """Returns the token of masked slots of a P-EAGLE head."""
+    found = {key: keys.integer(key, 0, layers.vocab_size - 1) for key in MASK_TOKENS if key in keys}
+    if (token := agreed(found)) is None:
+        raise ValueError(f"{MASK_TOKENS[0]} is missing")
+    return token
+
+
+def _num_depths(raw: Mapping[str, Any]) -> int:
+    """Returns the number of tokens of a pass for which a P-EAGLE head was trained."""
+    methods = table(raw, "speculators_config").get("proposal_methods")
+    own = methods[0] if isinstance(methods, list) and methods and isinstance(methods[0], Mapping) else {}
+    return Fields(own).integer("speculative_tokens", 1, MAX_DEPTH, PEAGLE_DEPTH)
 
 
 def _tap_layers(keys: HeadKeys, own: HeadKeys) -> tuple[int, ...]:

@@ -69,6 +69,7 @@ def kind_of_config(raw: Mapping[str, Any]) -> str | None:
     kinds = {
         f"speculators ({raw.get('speculators_model_type')})": "speculators_model_type" in raw,
         "EAGLE-3": any("Eagle3" in name for name in names) or (is_unnamed and "draft_vocab_size" in raw),
+        "P-EAGLE": "PEagleDraftModel" in names,
         "SpecForge DSpark": "DSparkDraftModel" in names or projector == "dspark",
         "Domino": "DominoDraftModel" in names or projector == "domino",
         "DSpark": "Qwen3DSparkModel" in names,

@@ -15,10 +15,11 @@ from jetspec.models.eagle3_format import EAGLE3
 from jetspec.models.head_folder import HeadFormat, kind_of, raw_config
 from jetspec.models.head_format import BLOCK
 from jetspec.models.hub import OfflineError, fetch_config, head_path, local_head, resolve, shipped_head
+from jetspec.models.peagle import PEagleHead
 from jetspec.models.registry import KnownHead, heads_of, known_heads
 from jetspec.models.weights import DType
 
-Head = DraftHead | Eagle3Head
+Head = DraftHead | Eagle3Head | PEagleHead
 FORMATS: tuple[HeadFormat[Any, Any], ...] = (BLOCK, EAGLE3)
 
 

@@ -14,7 +14,8 @@ from jetspec.settings import from_dict
 FILE = HEADS / "heads.toml"
 ORDER = (
     *("DFly", "DSpark", "SpecForge DSpark", "speculators (dspark)", "DFlash2", "speculators (dflash2)"),
-    *("Domino", "speculators (xpress)", "DFlash", "speculators (dflash)", "EAGLE-3", "speculators (eagle3)"),
+    *("Domino", "speculators (xpress)", "DFlash", "speculators (dflash)"),
+    *("P-EAGLE", "speculators (peagle)", "EAGLE-3", "speculators (eagle3)"),
 )
 """Kinds of heads, the first preferred where no figure decides: those whose children depend on their parent, then those
 of one pass, then those of a pass per level."""

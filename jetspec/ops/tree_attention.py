@@ -142,8 +142,10 @@ def _plan_group(batch: TreeBatch, rows: list[int], count: int) -> RequestGroup:
     in_flight = index >= cached
     visible = _visible(batch, row, count, in_flight_count).expand(len(rows), -1, -1)
     ancestor = visible.gather(2, node[:, None].expand(-1, count, -1))
-    prefix = ~in_flight & (index >= layout.first_seen)
-    seen = torch.where(in_flight[:, None], ancestor, prefix[:, None]) & (index < cached + in_flight_count)[:, None]
+    has_bits = row.new_full(row.shape, batch.ancestor_BNW is not None, dtype=torch.bool)
+    is_tree = has_bits if batch.is_tree_B is None else batch.is_tree_B[row]
+    exists = ((index >= layout.first_seen) | (in_flight & is_tree[:, None])) & (index < cached + in_flight_count)
+    seen = (ancestor | ~in_flight[:, None]) & exists[:, None]
     key_position = None if layout.earlier else torch.where(in_flight, position.gather(1, node), index)
     return RequestGroup(_as_slice(token.flatten()), _as_slice(slot.flatten()), seen, position, key_position)
 
@@ -195,7 +197,7 @@ class Attention:
         out = new_rows(*q_THE.shape, like=q_THE) if out is None else out
         call = cls(q_THE, pages, batch, out, scale * math.log2(math.e))
         ancestor, page_BP = call.ancestor, layout.page_BP
-        assert ancestor is not None or not (layout.earlier or layout.first_seen), "a chain is of one forward, sees all"
+        assert ancestor is not None or not layout.earlier, "a chain is of one forward"
         assert window is None or not layout.earlier, "positions of tokens of earlier forwards are unknown"
         assert q_THE.stride(2) == pages.k.stride(3) == 1
         assert pages.k.stride() == pages.v.stride() and pages.k.stride(0) == pages.k.shape[1] * pages.k.stride(1)

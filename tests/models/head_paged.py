@@ -11,6 +11,7 @@ from jetspec import ops
 from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig, RopeConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
+from jetspec.models.peagle import PEagleHead
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
 VOCAB, HIDDEN, WINDOW = 37, 16, 5
@@ -76,7 +77,7 @@ class Embedder:
 class HeadPages:
     """KV cache of a head for several requests, with scattered pages full of large numbers: reading stale rows shows."""
 
-    def __init__(self, head: DraftHead, num_rows: int, page_size: int = 4, pages_per_row: int = 8) -> None:
+    def __init__(self, head: DraftHead | PEagleHead, num_rows: int, page_size: int = 4, pages_per_row: int = 8) -> None:
         c, num_pages = head.config, num_rows * pages_per_row
         self.head, self.page_size = head, page_size
         shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, Qwen3Config
 sys.modules.setdefault("datasets", ModuleType("datasets")).__dict__.setdefault("load_from_disk", None)
 
 from speculators.config import SpeculatorsConfig, VerifierConfig  # noqa: E402
-from speculators.models import dflash, dflash2, dspark, eagle3, xpress  # noqa: E402
+from speculators.models import dflash, dflash2, dspark, eagle3, peagle, xpress  # noqa: E402
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
 create_mask = dflash.core.create_anchor_block_mask_mod
@@ -30,15 +31,15 @@ def moving_windows(
 ) -> tuple[Any, int, int]:
     """Returns the library's mask with windows that move with the slots, as in vLLM, which runs these heads; those of
     the library stay at the anchor."""
-    wide = None if sliding_window is None else total_seq_len
+    window = sliding_window or 0
     blocks = {"anchor_positions": anchor_positions, "block_size": block_size, "total_seq_len": total_seq_len}
-    mask, queries, keys = create_mask(**blocks, sliding_window=wide, **settings)
+    mask, queries, keys = create_mask(**blocks, sliding_window=(window and total_seq_len) or None, **settings)
     position = anchor_positions.repeat_interleave(block_size) + torch.arange(queries) % block_size
 
     def near(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return mask(batch, head, query, key) & ((key >= total_seq_len) | (key > position[query] - sliding_window))
+        return mask(batch, head, query, key) & ((key >= total_seq_len) | (key > position[query] - window))
 
-    return (mask if wide is None else near), queries, keys
+    return (near if window else mask), queries, keys
 
 
 dflash.core.create_anchor_block_mask_mod = moving_windows
@@ -49,6 +50,7 @@ KINDS = {
     "dflash2": (dflash2.DFlash2SpeculatorConfig, dflash2.DFlash2DraftModel),
     "xpress": (xpress.XPressSpeculatorConfig, xpress.XPressDraftModel),
     "eagle3": (eagle3.Eagle3SpeculatorConfig, eagle3.Eagle3DraftModel),
+    "peagle": (peagle.PEagleSpeculatorConfig, peagle.PEagleDraftModel),
 }
 FAMILIES = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 
@@ -87,7 +89,8 @@ class Peer:
         layer_config._attn_implementation = "eager"
         make_config, make_model = KINDS[kind]
         ids = "eagle_aux_hidden_state_layer_ids" if "eagle" in kind else "aux_hidden_state_layer_ids"
-        block = {} if kind == "eagle3" else {"mask_token_id": MASK, "block_size": 5}
+        block = {} if kind == "eagle3" else {"mask_token_id": MASK}
+        block |= {} if "eagle" in kind else {"block_size": 5}
         config = make_config(
             transformer_layer_config=layer_config,
             draft_vocab_size=draft_vocab,
@@ -131,6 +134,8 @@ class Peer:
     def block(self, text: Tensor, tap: Tensor, anchor: int) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns states (S, M), corrected logits (S, V) over all target tokens and the logits of the confidence of
         all slots of the block at an anchor, whose tokens are those of the text."""
+        if self.kind == "peagle":
+            return self._parallel(text, tap, anchor)
         model, size = self.model, self.model.block_size
         mask = torch.zeros(1, len(text), dtype=torch.long)
         mask[0, anchor] = 1
@@ -162,6 +167,23 @@ class Peer:
         full[:, self.target_tokens] = logits[0]
         return hidden[0], full, confidence
 
+    def _parallel(self, text: Tensor, tap: Tensor, anchor: int) -> tuple[Tensor, Tensor, None]:
+        """A row for each token up to the anchor but the first, then the masked slots."""
+        size = self.model.config.speculators_config.proposal_methods[0].speculative_tokens
+        slots = torch.arange(1, size)
+        anchors = torch.cat((torch.arange(anchor), torch.full_like(slots, anchor - 1)))
+        depths = torch.cat((torch.zeros(anchor, dtype=torch.long), slots))
+        found: list[tuple[Tensor, Tensor]] = []
+        hook = self.model.lm_head.register_forward_hook(lambda _, x, out: found.append((x[0][0], out[0])))
+        chosen = patch.object(peagle.core, "generate_cod_sample_indices", lambda **_: (anchors, depths))
+        documents, last = torch.zeros(1, len(text) - 1, dtype=torch.long), torch.zeros(1, len(text) - 1, HIDDEN)
+        with chosen, patch.object(peagle.core, "compute_metrics", lambda **_: (None, None)):
+            self.model(tap[None, :-1], text[None, 1:], documents, verifier_last_hidden_states=last)
+        hook.remove()
+        full = torch.full((size, VOCAB), -torch.inf)
+        full[:, self.target_tokens] = found[0][1][-size:]
+        return found[0][0][-size:], full, None
+
     def unrolled(self, text: Tensor, tap: Tensor, steps: int) -> Tensor:
         """Returns the logits (steps, T - 1, V) of chains along a text, from a first row for each of its tokens but the
         first."""
@@ -184,6 +206,15 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     raw = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+
+
+def to_specforge(folder: Path) -> None:
+    """Rewrites a P-EAGLE folder in SpecForge's layout."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    own = ("mask_token_id", "draft_vocab_size", "norm_before_residual", "eagle_aux_hidden_state_layer_ids")
+    top = {"architectures": ["PEagleDraftModel"], **{key: raw[key] for key in own}}
+    path.write_text(json.dumps(raw["transformer_layer_config"] | top))
 
 
 def to_authors_layout(folder: Path, architecture: str, own_table: bool, **own: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from torch import Tensor
 
 from jetspec.config import TreeConfig
 from jetspec.models.describe import describe
-from jetspec.models.draft_head import DraftHead, HeadState
+from jetspec.models.draft_head import DraftHead, HeadConfig, HeadState
 from jetspec.models.eagle3 import Eagle3Head
-from jetspec.models.head_format import BLOCK
 from jetspec.models.heads import load_any_head
+from jetspec.models.peagle import PEagleHead
 from tests.models.head_paged import Embedder, HeadPages
-from tests.models.peers import HIDDEN, TAPS, VOCAB, Peer, edit_config, to_authors_layout
+from tests.models.peers import HIDDEN, TAPS, VOCAB, Peer, edit_config, to_authors_layout, to_specforge
 
 LAYERS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -30,6 +31,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 }
 DFLASH, DSPARK, XPRESS = {"kind": "dflash"}, {"kind": "dspark", "markov_rank": 6}, {"kind": "xpress", "xpress_rank": 6}
 DFLASH2 = {"kind": "dflash2", "selector_rank": 6, "selector_top_k": 7}
+PEAGLE = {"kind": "peagle", "taps": (0, 1, 2), "layers": {"num_hidden_layers": 3}}
 GATED, RNN = DSPARK | {"markov_head_type": "gated"}, DSPARK | {"markov_head_type": "rnn"}
 CONFIDENT, BY_PARENT = (
     {"enable_confidence_head": True, "confidence_head_with_markov": by_parent} for by_parent in (False, True)
@@ -54,6 +56,10 @@ PEERS: dict[str, dict[str, Any]] = {
     "dflash2": DFLASH2 | {"conv_group_size": 4},
     "dflash2 open windows": DFLASH2 | {"conv_group_size": 4, "layers": LAYERS["windowed"]},
     "dflash2 three taps": DFLASH2 | {"conv_group_size": 8, "conv_kernel_size": 3},
+    "peagle": PEAGLE,
+    "peagle llama": PEAGLE | {"family": "llama", "norm_before_residual": True, "norm_output": True},
+    "peagle reduced": PEAGLE | {"draft_vocab": 20, "fc_norm": True},
+    "peagle of one layer": PEAGLE | {"layers": {"num_hidden_layers": 1}, "norm_before_fc": True},
     "xpress": XPRESS,
     "xpress anchor first": XPRESS | {"xpress_mlp_ratio": 3, "sample_from_anchor": True},
     "xpress reduced": XPRESS | {"draft_vocab": 20},
@@ -68,47 +74,50 @@ def target_of(peer: Peer) -> Embedder:
 
 
 def draft_along(
-    head: DraftHead, target: Embedder, text: Tensor, tap: Tensor, anchor: int
+    head: DraftHead | PEagleHead, target: Embedder, text: Tensor, tap: Tensor, anchor: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Returns the states of a block, and the log-probabilities of the children of each node along the text, (V) each,
-    from a cache in which the text before the anchor was committed."""
+    from a cache in which the text before the anchor was committed in two parts."""
     pages, features = HeadPages(head, 1), torch.zeros(32, head.feature_size) if head.feature_size else None
-    state = HeadState(target, pages.layers, features, None)
-    head.observe(tap[:anchor], pages.batch(text[None, :anchor]), state)
-    pages.lens = [anchor]
-    root_B = text[anchor : anchor + 1]
-    block = pages.batch(head.block_tokens(root_B))
-    tree = TreeConfig(shortlist=0, width=VOCAB, depth=head.head_config.depth)
-    hidden_BSM = head.run_block(block, target, pages.layers)
-    found = head.draft(block, root_B, tree, state, None)
+    state, config = HeadState(target, pages.layers, features, None), head.head_config
+    for start, end in ((0, anchor // 2), (anchor // 2, anchor)):
+        head.observe(tap[start:end], pages.batch(text[None, start:end]), state)
+        pages.lens = [end]
+    size = config.block_size if isinstance(config, HeadConfig) else config.depth
+    block = pages.batch(torch.zeros(1, size, dtype=torch.long))
+    tree, states = TreeConfig(shortlist=0, width=VOCAB, depth=config.depth), list[Tensor]()
+    hook = head.norm.register_forward_hook(lambda _, __, out: states.append(out))
+    found = head.draft(block, text[anchor : anchor + 1], tree, state, None)
+    hook.remove()
     path_state, rows = None if found.path is None else found.path.root_B1S, []
-    for depth in range(1, head.head_config.depth + 1):
+    for depth in range(1, config.depth + 1):
         parent_B1 = text[anchor + depth - 1].view(1, 1)
         token_B1K, logprob_B1K, path_state = found.expand(depth, parent_B1, VOCAB, path_state)
         rows.append(torch.full((VOCAB,), -torch.inf).scatter(0, token_B1K[0, 0], logprob_B1K[0, 0]))
-    return hidden_BSM[0], rows
+    return states[0], rows
 
 
 def assert_equal_to(peer: Peer, folder: Path, head: DraftHead | None = None) -> None:
     """A head, by default that of the folder, computes 20 blocks as a peer does, and drafts the same tokens."""
-    head, generator = head or BLOCK.load(folder), torch.Generator().manual_seed(1)
+    loaded, generator = head or load_any_head(folder), torch.Generator().manual_seed(1)
+    assert not isinstance(loaded, Eagle3Head)
     for anchor in range(4, 24):
         text = torch.randint(VOCAB - 1, (32,), generator=generator)
-        tap = torch.randn(32, len(TAPS) * HIDDEN, generator=generator)
-        assert_equal_block(peer, head, text, tap, anchor)
+        tap = torch.randn(32, loaded.head_config.tap_size, generator=generator)
+        assert_equal_block(peer, loaded, text, tap, anchor)
 
 
-def assert_equal_block(peer: Peer, head: DraftHead, text: Tensor, tap: Tensor, anchor: int) -> None:
+def assert_equal_block(peer: Peer, head: DraftHead | PEagleHead, text: Tensor, tap: Tensor, anchor: int) -> None:
     hidden_SM, logits_SV, confidence_S = peer.block(text, tap, anchor)
     states, rows = draft_along(head, target_of(peer), text, tap, anchor)
     torch.testing.assert_close(states, hidden_SM, atol=1e-4, rtol=0)
-    first = 0 if head.head_config.shifted else 1
+    first, edge = len(states) - head.head_config.depth, getattr(head.head_config, "edge", None)
     assert len(rows) == len(states) - first
     for slot, row in enumerate(rows, first):
         expected = logits_SV[slot].log_softmax(-1)
         if confidence_S is not None:
             expected = expected + torch.nn.functional.logsigmoid(confidence_S[slot])
-        if head.head_config.edge is None or head.head_config.edge.candidates is None:
+        if edge is None or edge.candidates is None:
             torch.testing.assert_close(row, expected, atol=1e-4, rtol=0)
         else:  # the mass of the shortlist is that of the whole vocabulary, not 1
             torch.testing.assert_close(row - row.logsumexp(-1), expected, atol=1e-4, rtol=0)
@@ -167,6 +176,16 @@ def test_eagle3_folder_computes_what_its_module_does(settings: dict[str, Any], f
     expected_SAV = peer.unrolled(TEXT, tap, steps)[:, anchor_A - 1]
     torch.testing.assert_close(head.lm_head(states_ASM).transpose(0, 1), expected_SAV, atol=1e-4, rtol=0)
     assert torch.equal(head.token_of, peer.target_tokens)
+
+
+def test_peagle_of_specforge_computes_the_same(tmp_path: Path) -> None:
+    peer = Peer.make(**PEERS["peagle llama"])
+    peer.save(tmp_path)
+    to_specforge(tmp_path)
+    head = load_any_head(tmp_path)
+    assert isinstance(head, PEagleHead) and head.head_config.depth == 8 and describe(tmp_path)["format"] == "P-EAGLE"
+    head.head_config = replace(head.head_config, depth=4)
+    assert_equal_block(peer, head, TEXT, torch.randn(32, 48), 9)
 
 
 def edit_tensors(folder: Path, rename: Callable[[str], str]) -> None:

@@ -64,10 +64,11 @@ def naive(q: torch.Tensor, pages: KVPages, batch: TreeBatch, scale: float, windo
             token = starts[row] + node
             keys = [(i, i) for i in range(layout.first_seen, cached)]
             for other, position in enumerate(positions):
-                if other <= node if words is None else words[node, other // 32] >> (other % 32) & 1:
+                is_seen = cached + other >= layout.first_seen and other <= node
+                if is_seen if words is None else words[node, other // 32] >> (other % 32) & 1:
                     keys.append((cached + other, position))
             first = -1 if window is None else positions[earlier + node] - window
-            index = torch.tensor([i for i, position in keys if position > first])
+            index = torch.tensor([i for i, position in keys if position > first], dtype=torch.int64)
             page = layout.page_BP[row, index // size]
             k, v = pages.k[page, index % size], pages.v[page, index % size]
             for head in range(HEADS):
@@ -225,6 +226,13 @@ def test_kernel_is_launched_for_more_queries_than_there_are(interpreter: Executo
     interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), None, min_run).result()
 
 
+@pytest.mark.parametrize("window", [None, 7])
+def test_kernel_hides_first_positions_of_chains(interpreter: Executor, window: int | None) -> None:
+    batch = scattered_batch([70, 0, 33, 0], [5, 40, 1, 1], 4, "chain", 0)
+    batch = replace(batch, layout=replace(batch.layout, first_seen=1))
+    interpreter.submit(compare_interpreted, batch, *random_inputs(batch, 2, 1, 8), window, 1).result()
+
+
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_kernel_takes_short_numbers(interpreter: Executor, kind: str) -> None:
     """fp16 in bf16's tiling: the interpreter has no products of bf16."""
@@ -275,8 +283,9 @@ def test_register_tiled_kernel_decodes_one_token(register_tiled: Any, size: int,
     compare_gluon(register_tiled, batch, *random_inputs(batch, 4, 1, size))
 
 
-def test_register_tiled_kernel_hides_first_positions(register_tiled: Any) -> None:
-    batch = scattered_batch([90, 8], [9, 9], 4, "tree", 1)
+@pytest.mark.parametrize("kind", ["chain", "tree"])
+def test_register_tiled_kernel_hides_first_positions(register_tiled: Any, kind: str) -> None:
+    batch = scattered_batch([90, 8, 0] if kind == "chain" else [90, 8, 7], [9, 9, 9], 4, kind, 1)
     batch = replace(batch, layout=replace(batch.layout, first_seen=7))
     compare_gluon(register_tiled, batch, *random_inputs(batch, 3, 1, 64))
 
