@@ -92,7 +92,7 @@ class Eagle3Format(HeadFormat[Eagle3Config, EagleHead]):
         target_hidden_size = keys.size("target_hidden_size", layers.hidden_size)
         num_target_layers = keys.integer("num_target_layers", 0, MAX_LAYERS, 0) or None
         default_vocab = 32_000 if is_speculators else layers.vocab_size
-        places = {"ttt_length": keys, "eagle_config.ttt_length": own}
+        places = {} if is_parallel else {"ttt_length": keys, "eagle_config.ttt_length": own}
         depths = {name: p.integer("ttt_length", 1, MAX_DEPTH) for name, p in places.items() if "ttt_length" in p}
         make = partial(PEagleConfig, mask_token=_mask_token(keys, layers)) if is_parallel else Eagle3Config
         config = make(

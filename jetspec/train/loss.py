@@ -93,6 +93,7 @@ class HeadWithLoss(nn.Module):
                 teacher_head = teacher_head[vocabulary]
             student["student_head_VM"] = head.lm_head.weight
         else:
+            assert isinstance(head, DraftHead)
             hidden = block_states(head, target, batch, drafts, states).flatten(0, 2).index_select(0, at)
             if head.edge is not None:
                 parent = batch.token_RT.flatten()[drafts.source_RAD.flatten()[at]]

@@ -16,7 +16,7 @@ from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.heads import Head
 from jetspec.models.path_terms import PathConfig
 from jetspec.types import SamplingParams
-from tests.engine.tiny import VOCAB, Texts, make_engine, plain, randomize, run, tiny_decoder, tiny_eagle3
+from tests.engine.tiny import VOCAB, Texts, make_engine, plain, randomize, run, tiny_decoder, tiny_eagle3, tiny_peagle
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8] * 9, list(range(30))]
@@ -41,13 +41,16 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle3, reduced": {"eagle3": {"draft_vocab": 20, "norm_before_residual": True}},
     "eagle3, taps together": {"eagle3": {"norm_taps": True, "norm_output": True}},
     "eagle3, five taps": {"eagle3": {"norm_each_tap": True, "tap_layers": (0, 0, 1, 1, 0)}},
+    "peagle": {"peagle": {"norm_each_tap": True}},
+    "peagle of one layer": {"peagle": {"layers": 1, "norm_before_residual": True}},
 }
 each_head = pytest.mark.parametrize("changes", HEADS.values(), ids=HEADS.keys())
 
 
 def path_head(changes: dict[str, Any]) -> Head:
-    if "eagle3" in changes:
-        return tiny_eagle3(TARGET, **changes["eagle3"])
+    for kind, make in (("eagle3", tiny_eagle3), ("peagle", tiny_peagle)):
+        if kind in changes:
+            return make(TARGET, **changes[kind])
     layers = DecoderConfig("qwen3", VOCAB, 32, 2, 4, 2, 8, 64, max_len=256, qk_norm=True)
     settings: dict[str, Any] = {"tap_layers": (0, 1), "block_size": 6, "causal": False, "mask_token": 2, **changes}
     head = randomize(DraftHead(HeadConfig(layers, **settings)), 3, 0.3)

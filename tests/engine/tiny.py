@@ -17,6 +17,7 @@ from jetspec.models.decoder import Decoder, DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.eagle3 import Eagle3Config, Eagle3Head
 from jetspec.models.heads import Head
+from jetspec.models.peagle import PEagleConfig, PEagleHead
 from jetspec.tree import DraftTree
 from jetspec.types import Completion, Request, SamplingParams, Update
 
@@ -48,6 +49,16 @@ def tiny_eagle3(
     head = randomize(Eagle3Head(replace(config, draft_vocab_size=draft_vocab or vocab, **changes)), seed, 0.3)
     if draft_vocab is not None:
         head.token_of.copy_(torch.arange(draft_vocab) * 2 % vocab)
+    return head
+
+
+def tiny_peagle(target: Decoder, layers: int = 2, draft_vocab: int = 24, **changes: Any) -> PEagleHead:
+    """A P-EAGLE head whose vocabulary is every other token."""
+    vocab = target.config.vocab_size
+    sizes = DecoderConfig("llama", vocab, 32, layers, 4, 2, 8, 64, max_len=256)
+    config = PEagleConfig(sizes, (0, 0, target.config.num_layers - 1), draft_vocab, 5, mask_token=2)
+    head = randomize(PEagleHead(replace(config, **changes)), 3, 0.3)
+    head.token_of.copy_(torch.arange(draft_vocab) * 2 % vocab)
     return head
 
 

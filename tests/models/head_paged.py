@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,8 +11,7 @@ from torch import Tensor
 from jetspec import ops
 from jetspec.models.block_conv import ConvConfig
 from jetspec.models.decoder import DecoderConfig, RopeConfig
-from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
-from jetspec.models.peagle import PEagleHead
+from jetspec.models.draft_head import DraftHead, EdgeConfig, EngineHead, HeadConfig
 from jetspec.types import BatchLayout, KVPages, TreeBatch
 
 VOCAB, HIDDEN, WINDOW = 37, 16, 5
@@ -77,9 +77,10 @@ class Embedder:
 class HeadPages:
     """KV cache of a head for several requests, with scattered pages full of large numbers: reading stale rows shows."""
 
-    def __init__(self, head: DraftHead | PEagleHead, num_rows: int, page_size: int = 4, pages_per_row: int = 8) -> None:
+    def __init__(self, head: EngineHead, num_rows: int, page_size: int = 4, pages_per_row: int = 8) -> None:
         c, num_pages = head.config, num_rows * pages_per_row
-        self.head, self.page_size = head, page_size
+        self.head: Any = head
+        self.page_size = page_size
         shape = (num_pages, page_size, c.num_kv_heads, c.head_dim)
         self.layers = [KVPages(torch.full(shape, 1e3), torch.full(shape, 1e3)) for _ in head.layers]
         order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(2))

@@ -169,7 +169,8 @@ class Peer:
 
     def _parallel(self, text: Tensor, tap: Tensor, anchor: int) -> tuple[Tensor, Tensor, None]:
         """A row for each token up to the anchor but the first, then the masked slots."""
-        size = self.model.config.speculators_config.proposal_methods[0].speculative_tokens
+        settings = self.model.config.speculators_config
+        size = settings.proposal_methods[0].speculative_tokens if settings else 8
         slots = torch.arange(1, size)
         anchors = torch.cat((torch.arange(anchor), torch.full_like(slots, anchor - 1)))
         depths = torch.cat((torch.zeros(anchor, dtype=torch.long), slots))

@@ -88,6 +88,14 @@ REAL: dict[str, tuple[Contents, str, Contents]] = {
         "EAGLE-3",
         {"depth": 7, "tap_layers": (), "norm_each_tap": True, "norm_output": True, "draft_vocab_size": 32000},
     ),
+    "SpecForge P-EAGLE": (
+        OLD
+        | EAGLE
+        | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4, "draft_vocab_size": 32000}
+        | {"mask_token_id": MASK, "eagle_aux_hidden_state_layer_ids": [2, 18, 33], "num_target_layers": 36},
+        "P-EAGLE",
+        {"depth": 8, "tap_layers": (1, 17, 32), "mask_token": MASK, "draft_vocab_size": 32000},
+    ),
     "DeepSpec DSpark": (
         deepspec("Qwen3DSparkModel", BLOCK_OF_7 | MARKOV | CONFIDENT),
         "DSpark",

@@ -147,6 +147,7 @@ def test_loss_equals_the_one_of_full_logits(name: str, chunk: int, monkeypatch: 
     if isinstance(head, Eagle3Head):
         logits, vocabulary = head.lm_head(chain_states(head, TARGET, batch, drafts, seen)), head.token_of
     else:
+        assert isinstance(head, DraftHead)
         hidden = block_states(head, TARGET, batch, drafts, seen)
         logits, vocabulary = TARGET.logits(hidden), torch.arange(VOCAB)
         if head.edge is not None:
