@@ -260,8 +260,9 @@ class Reading:
         (depth_N,), bits_1NW = self.head.nodes(tree)
         nodes, pages = self.place(anchor_B, depth_N, self.state.layers)
         features = self.state.feature_SM
-        if bits_1NW is not None and features is not None:
+        if bits_1NW is not None:
             nodes = replace(nodes, ancestor_BNW=bits_1NW.expand(len(anchor_B), -1, -1))
+        if features is not None:
             features = F.pad(features, (0, 0, 0, len(nodes.token_T)))
         state = replace(self.state, layers=pages, feature_SM=features)
         greedy_B1 = self.tap_TX.new_full((len(anchor_B), 1), tree.draft_temperature, dtype=torch.float32)

@@ -33,7 +33,7 @@ from jetspec.train.config import LossConfig
 from jetspec.train.evaluate import ABSENT, BEYOND, HeadScore, make_trees, score_head
 from jetspec.train.loss import HeadWithLoss
 from jetspec.types import Completion, SamplingParams
-from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head
+from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, tiny_peagle
 from tests.models.paged import run_decoder
 from tests.train.test_blocks import decoded_states
 
@@ -269,6 +269,7 @@ def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def load(model: str, head: str | None = None, **options: Any) -> Chatter:
         target, trained = trained_pair(edge=True, causal=True)
         heads: dict[str | None, Head | None] = {None: None, "eagle3": tiny_eagle3(target)}
+        heads["peagle"] = tiny_peagle(target)
         llm = Chatter(target, heads.get(head, trained))
         llm.head_name = head
         return llm
@@ -289,7 +290,7 @@ def command(folder: Path, *words: str) -> Result:
     )
 
 
-@pytest.mark.parametrize("head", ["mine", "eagle3"])
+@pytest.mark.parametrize("head", ["mine", "eagle3", "peagle"])
 def test_command_reports_both_numbers_and_they_agree(head: str, data_dir: Path, tmp_path: Path) -> None:
     record, words = tmp_path / "results" / "mine.json", ("--set", "tree.shortlist=9", "--json")
     result = command(data_dir, "--head", head, "--budgets", "chain,16", *words, "--out", str(record))
@@ -370,7 +371,7 @@ def test_results_are_shown_before_they_are_written(data_dir: Path, monkeypatch: 
         (["--head", "mine", "--budgets", "chain,big"], "'big'"),
         (["--head", "mine", "--tasks", "maths"], "there is no task 'maths'"),
         ([], "give one with --head"),
-        (["--head", "eagle3", "--set", "tree.expand=paper"], "EAGLE-3"),
+        (["--head", "eagle3", "--set", "tree.expand=paper"], "ranks by probability"),
     ],
 )
 def test_the_command_refuses_in_one_line(data_dir: Path, words: list[str], message: str) -> None:
