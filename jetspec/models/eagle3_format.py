@@ -73,6 +73,9 @@ class Eagle3Format(HeadFormat[Eagle3Config, EagleHead]):
     make = staticmethod(make_head)
     names = NAMES
 
+    def num_drafted(self, config: Eagle3Config) -> int:
+        return config.draft_vocab_size
+
     def read_config(self, folder: Path) -> Eagle3Config:
         """Reads the config of a head's folder and checks every value.
 

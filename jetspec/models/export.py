@@ -143,9 +143,7 @@ def refusals(config: HeadConfig, engine: Engine, target: str | None) -> list[str
         "it scales embeddings or logits": (config.embedding_scale, config.output_scale, config.softcap) != (1, 1, None),
         "it adapts the size of the target's states": config.target_hidden_size is not None,
         "it has windows, which stay at the anchor of a block in speculators": is_speculators and windows,
-        "it has windows, whose layers DSpark's layout makes causal": kind == "dspark"
-        and windows
-        and not is_speculators,
+        "it has windows, which DSpark's layout makes causal": kind == "dspark" and windows and not is_speculators,
         "it is causal, and speculators lets slots attend to later ones": is_speculators and config.causal,
         "the format names the target; give --target": is_speculators and target is None,
     }

@@ -250,10 +250,12 @@ class HeadTensors(TensorFiles):
         scales = {name + SCALE for name in expected if self.dtype(name) == torch.int8}
         if unknown := [name for name in self.entries if name not in expected | scales | self.names.ignored]:
             raise ValueError(f"tensors are not part of the config: {some(unknown)}")
-        rows, size = {head.config.vocab_size, self.num_drafted or head.config.vocab_size}, head.config.hidden_size
+        vocab_size, size = head.config.vocab_size, head.config.hidden_size
         for name in sorted(self.entries.keys() & self.names.ignored - expected - {"d2t", "t2d"}):
-            *found, last = self.shape(name) or (0,)
-            if last != size or found not in ([[]] if "norm" in name else [[n] for n in rows]):
+            shapes: list[tuple[int, ...]] = [(size,)] if "norm" in name else [(vocab_size, size)]
+            if "lm_head" in name and self.num_drafted is not None:
+                shapes.append((self.num_drafted, size))
+            if self.shape(name) not in shapes:
                 raise ValueError(f"tensor {name} has shape {self.shape(name)}; it is no copy of the target's")
         dtype = self.dtype(str(self.names.own["fc.weight"])) if dtype == "auto" else dtype
         return read_weights(head, self, find, torch.float32 if dtype == torch.int8 else dtype, device)

@@ -163,7 +163,7 @@ TENSOR_DAMAGE: dict[str, Callable[[Tensors], Tensors]] = {
     "does not name 11 different tokens": lambda t: {**t, "d2t": t["d2t"] + 40},
     "does not name 11 different": lambda t: {**t, "d2t": -torch.arange(11)},
     "contradict each other": lambda t: {**t, "t2d": ~t["t2d"]},
-    "tensor verifier_lm_head.weight has shape": lambda t: {**t, "verifier_lm_head.weight": torch.zeros(12, 16)},
+    "tensor verifier_lm_head.weight has shape": lambda t: {**t, "verifier_lm_head.weight": torch.zeros(13, 16)},
     "tensor embed_tokens.weight has shape": lambda t: {**t, "embed_tokens.weight": torch.zeros(40, 12)},
 }
 
