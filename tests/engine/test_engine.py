@@ -51,7 +51,7 @@ def test_output_equals_plain_decoding(who: str, budget: int, batch: int, samplin
     assert [c.token_ids for c in done] == [text[:18] for text in TRUTH[sampling]]
 
 
-@pytest.mark.parametrize("who", ["edge", "head", "eagle3"])
+@pytest.mark.parametrize("who", ["edge", "head", "eagle3", "peagle"])
 def test_nan_drafts_do_not_change_the_output(who: str) -> None:
     head = head_of(who, TARGET)
     assert head is not None
@@ -91,7 +91,7 @@ def test_output_does_not_depend_on_the_memory_layout(
     assert sorted(engine.cache.free_rows) == list(range(batch))
 
 
-@pytest.mark.parametrize("who", ["none", "edge", "eagle3"])
+@pytest.mark.parametrize("who", ["none", "edge", "eagle3", "peagle"])
 def test_prefix_hits_reduce_prefill_only(who: str) -> None:
     shared = [7, 8, 9, 10] * 5
     prompts = [[*shared, 1, 2], [*shared, 3], shared, [*shared, 1, 2, 4]]

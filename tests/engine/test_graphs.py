@@ -62,7 +62,9 @@ def test_padding_never_makes_trees_smaller(max_batch: int, starts: list[int]) ->
         assert tree.at(next(size for size in sizes if size >= batch)) == tree.at(batch)
 
 
-@pytest.mark.parametrize(("who", "overlap_rounds"), [("none", 1), ("head", 0), ("head", 3), ("edge", 1), ("eagle3", 1)])
+@pytest.mark.parametrize(
+    ("who", "overlap_rounds"), [("none", 1), ("head", 0), ("head", 3), ("edge", 1), ("eagle3", 1), ("peagle", 1)]
+)
 def test_replayed_prefills_and_rounds_equal_plain_decoding(
     who: str, overlap_rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from jetspec.config import EngineConfig, TreeConfig
 from jetspec.models.heads import Head
 from jetspec.ops.select import force
 from jetspec.types import Completion, SamplingParams
-from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head
+from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_eagle3, tiny_head, tiny_peagle
 
 PROMPTS = [[1, 2, 3], [9]]
 
@@ -23,6 +23,8 @@ def decode(who: str, sampling: SamplingParams) -> list[Completion]:
         head = None
     elif who == "eagle3":
         head = tiny_eagle3(target, draft_vocab=9, depth=2)
+    elif who == "peagle":
+        head = tiny_peagle(target, draft_vocab=9, depth=2)
     tree = TreeConfig(budget=4, width=3, shortlist=8)
     config = EngineConfig(page_size=4, overlap_rounds=1)
     return run(make_engine(target, "head" if head else "none", head, tree, config), PROMPTS, sampling)
@@ -48,7 +50,14 @@ PENALIZED = SamplingParams(max_tokens=2, frequency_penalty=1.5, presence_penalty
 
 @pytest.mark.parametrize(
     ("who", "sampling"),
-    [("none", GREEDY), ("edge", GREEDY), ("eagle3", GREEDY), ("head", SAMPLED), ("edge", PENALIZED)],
+    [
+        ("none", GREEDY),
+        ("edge", GREEDY),
+        ("eagle3", GREEDY),
+        ("peagle", GREEDY),
+        ("head", SAMPLED),
+        ("edge", PENALIZED),
+    ],
 )
 def test_kernels_decode_like_references(interpreter: Executor, who: str, sampling: SamplingParams) -> None:
     interpreter.submit(compare, who, sampling).result()

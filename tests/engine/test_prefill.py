@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from concurrent.futures import Executor
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -20,10 +21,10 @@ from jetspec.models.decoder import Decoder
 from jetspec.models.heads import Head
 from jetspec.ops.select import force
 from tests.engine.test_engine import GREEDY
-from tests.engine.tiny import engine_of, head_of, make_engine, tiny_decoder, tiny_eagle3
+from tests.engine.tiny import engine_of, head_of, make_engine, tiny_decoder, tiny_eagle3, tiny_peagle
 from tests.rerun import replay_all
 
-WHO = ["none", "head", "edge", "eagle3"]
+WHO = ["none", "head", "edge", "eagle3", "peagle"]
 DOUBLE = tiny_decoder().double()
 
 
@@ -120,7 +121,8 @@ def interpret(who: str) -> None:
     """Compares padded with unpadded chunks on the kernels; the second chunk has a prefix."""
     torch.set_num_threads(1)
     target = tiny_decoder(vocab=20, layers=2)
-    head = tiny_eagle3(target, draft_vocab=9, depth=2) if who == "eagle3" else head_of(who, target)
+    small = {"eagle3": partial(tiny_eagle3, depth=2), "peagle": tiny_peagle}
+    head = small[who](target, draft_vocab=9) if who in small else head_of(who, target)
     config = EngineConfig(page_size=4, num_pages=20, max_batch=2, overlap_rounds=0)
     left = []
     for is_padded in (False, True):
@@ -145,6 +147,6 @@ def interpret(who: str) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("who", ["head", "eagle3"])
+@pytest.mark.parametrize("who", ["head", "eagle3", "peagle"])
 def test_kernels_accept_padded_chunks(interpreter: Executor, who: str) -> None:
     interpreter.submit(interpret, who).result()

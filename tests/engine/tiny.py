@@ -146,8 +146,11 @@ def head_of(who: str, target: Decoder) -> Head | None:
     """Head of a kind of drafter, with the device and precision of the target; none for other drafters."""
     if who in ("none", "ngram"):
         return None
-    if who.startswith("eagle3"):
-        head: Head = tiny_eagle3(target, draft_vocab=3 if who == "eagle3_few_tokens" else None)
+    head: Head
+    if who == "peagle":
+        head = tiny_peagle(target)
+    elif who.startswith("eagle3"):
+        head = tiny_eagle3(target, draft_vocab=3 if who == "eagle3_few_tokens" else None)
     else:
         head = tiny_head(target, edge=who == "edge", causal=who != "bidirectional")
     return head.to(target.embedding)
