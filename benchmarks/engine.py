@@ -124,8 +124,8 @@ def decode(
     label: str | None = None,
     sampling: SamplingParams = SamplingParams(),  # noqa: B008
 ) -> Decoded:
-    """Completions of prompts, greedy ones by default, `batch` at a time; a label shows progress. The seeds are the
-    numbers of the prompts."""
+    """Completions of prompts, greedy ones by default, `batch` at a time; a label shows progress. Where no seed
+    is set, they are the numbers of the prompts."""
     sampling, waiting = replace(sampling, max_tokens=tokens), deque(enumerate(prompts.items()))
     name_of: dict[int, str] = {}
     done: dict[str, Completion] = {}
@@ -133,7 +133,8 @@ def decode(
     with progress_bar(total=len(prompts), desc=label, unit="prompt", leave=False, disable=label is None) as bar:
         while len(done) < len(prompts):
             while waiting and len(engine.requests) < batch:
-                seed, (name, prompt) = waiting.popleft()
+                number, (name, prompt) = waiting.popleft()
+                seed = number if sampling.seed is None else sampling.seed
                 name_of[engine.add(prompt, replace(sampling, seed=seed), quiet=True)] = name
             for update in engine.step():
                 if update.completion:

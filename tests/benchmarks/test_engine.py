@@ -301,7 +301,7 @@ def test_a_result_is_kept_where_the_next_precision_fails(tiny_files: Path, monke
 
 
 def test_long_prompts_are_left_out(tiny_files: Path) -> None:
-    files, count = sorted(tiny_files.glob("*.jsonl")), 5 * len(check.SPEED_SETS)
+    files, count = sorted(tiny_files.glob("*.jsonl")), 5 * len({*check.SPEED_SETS, *check.SAMPLING_SETS})
     drawn = check.draw(files, count, Words())  # type: ignore[arg-type]
     assert len(drawn) == count and not any(name.endswith("-0") for name in drawn)
     assert list(check.draw(files, 4, Words())) == list(drawn)[:4]  # type: ignore[arg-type]
