@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from concurrent.futures import Executor
 from functools import partial
 from itertools import pairwise
@@ -121,7 +122,7 @@ def interpret(who: str) -> None:
     """Compares padded with unpadded chunks on the kernels; the second chunk has a prefix."""
     torch.set_num_threads(1)
     target = tiny_decoder(vocab=20, layers=2)
-    small = {"eagle3": partial(tiny_eagle3, depth=2), "peagle": tiny_peagle}
+    small: dict[str, Callable[..., Head]] = {"eagle3": partial(tiny_eagle3, depth=2), "peagle": tiny_peagle}
     head = small[who](target, draft_vocab=9) if who in small else head_of(who, target)
     config = EngineConfig(page_size=4, num_pages=20, max_batch=2, overlap_rounds=0)
     left = []
