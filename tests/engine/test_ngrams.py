@@ -13,8 +13,8 @@ from tests.engine.tiny import Texts, engine_of, finish, run, tiny_decoder
 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7] * 3, [9], [5, 4] * 12, [1, 2, 3, 4, 5, 6, 7] * 3 + [8]]
-GREEDY = SamplingParams(max_tokens=50)
-SEEDED = SamplingParams(max_tokens=50, temperature=0.3, top_k=4, seed=7)
+GREEDY = SamplingParams(max_tokens=32)
+SEEDED = SamplingParams(max_tokens=32, temperature=0.3, top_k=4, seed=7)
 TRUTH = Texts(TARGET, PROMPTS)
 TREE = TreeConfig(budget=16, width=4)
 

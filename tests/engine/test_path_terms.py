@@ -21,7 +21,7 @@ from tests.engine.tiny import VOCAB, Texts, make_engine, plain, randomize, run, 
 TARGET = tiny_decoder()
 PROMPTS = [[1, 2, 3, 4, 5], [9], [7, 8] * 9, list(range(30))]
 TEXTS = Texts(TARGET, PROMPTS)
-GREEDY = SamplingParams(max_tokens=20)
+GREEDY = SamplingParams(max_tokens=12)
 EDGE = EdgeConfig(rank=8, gate=False)
 HEADS: dict[str, dict[str, Any]] = {
     "gated": {"path": PathConfig("gated", 8)},
