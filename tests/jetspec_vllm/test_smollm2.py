@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def ours() -> LLM:
-    return LLM(DEFAULT_MODEL, tree=TreeConfig(budget=BUDGET, width=WIDTH), dtype="float32")
+    return LLM(DEFAULT_MODEL, tree=TreeConfig(budget=BUDGET, width=WIDTH, ngrams=False), dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -141,6 +141,6 @@ def test_an_exported_head_drafts_in_stock_vllm_as_it_does_here(
     stock = start(str(folder / "target"), speculative_config=chain, **SETTINGS)
     few, short = prompts[1:3], [text[:20] for text in texts[1:3]]  # its drafts are slow where kernels are interpreted
     assert generate(stock, few, 20) == short
-    here = ours.with_head(folder / "chain").with_drafter("head", TreeConfig(budget=16, width=1))
+    here = ours.with_head(folder / "chain").with_drafter("head", TreeConfig(budget=16, width=1, ngrams=False))
     rounds = counted(stock)["num_drafts"]
     assert rounds == our_rounds(here, few, short) < 0.9 * 20 * len(few)
