@@ -14,6 +14,7 @@ level are computed together, so trees grow level by level.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +73,7 @@ class BlockStates:
         return self.hidden_BSM[:, slot : slot + 1].contiguous()
 
 
-class Term(nn.Module):
+class Term(nn.Module, ABC):
     """Base of the terms."""
 
     feature_size = 0
@@ -114,10 +115,10 @@ class Term(nn.Module):
         """Returns the states above the anchors, (B, 1, S)."""
         return block.hidden_BSM.new_zeros(len(block.hidden_BSM), 1, self.state_size)
 
+    @abstractmethod
     def step(self, block: BlockStates, depth: int, token_BW: Tensor, state_BWS: Tensor) -> tuple[Tensor, Tensor]:
         """Returns vectors and states of nodes with these tokens, whose children are at `depth`, from the states of
         their parents."""
-        raise NotImplementedError
 
 
 class GatedTerm(Term):
