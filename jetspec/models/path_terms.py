@@ -239,7 +239,12 @@ def make_term(config: PathConfig, layers: DecoderConfig, block_size: int) -> Ter
     """Returns a term of a kind."""
     if config.kind == "mixed":
         return MixedTerm(config, layers, block_size)
-    kinds = {"gated": GatedTerm, "recurrent": RecurrentTerm, "gru": GRUTerm, "corrected": CorrectedTerm}
+    kinds: dict[str, Callable[[PathConfig, DecoderConfig], Term]] = {
+        "gated": GatedTerm,
+        "recurrent": RecurrentTerm,
+        "gru": GRUTerm,
+        "corrected": CorrectedTerm,
+    }
     return kinds[config.kind](config, layers)
 
 
