@@ -40,12 +40,14 @@ PROPOSAL = Weights(1.0, 0.8)
 """Choice model by which the competing tokens are selected."""
 COMPETING = 512
 """Tokens of a depth that compete."""
+DEPTHS = (1, 2, 4, 8, 16)
+"""First depths of the groups in which probabilities are compared."""
 STRIDE = 3
 """Every so many positions of a text are anchors."""
 ANCHORS = 8
 """Anchors that are drafted at once."""
-STEPS, PRIOR = 12, 1.0
-"""Newton steps, and observations that the weights of `PROPOSAL` count for."""
+STEPS, PRIOR, LEAST_SCALE = 12, 1.0, 0.05
+"""Newton steps, observations that the weights of `PROPOSAL` count for, and the least weight of a logit."""
 
 
 def describe(sampling: SamplingParams) -> str:
@@ -63,18 +65,13 @@ def fit_choices(
 
     A text is its tokens with the number of those that were given. Its seed is its index.
     """
-    observed = [Observations.empty() for _ in range(head.head_config.depth)]
+    observed: list[list[Tensor]] = [[] for _ in range(head.head_config.depth)]
     bar = progress_bar(enumerate(texts), total=len(texts), desc="fitting", unit="text", disable=False)
     for seed, (tokens, given) in bar:
         for depth, found in _observe(target, head, tokens, given, seed, sampling):
-            observed[depth - 1].add(found)
-    depths = tuple(each.fitted() for each in observed)
-    number = sum(len(part) for part in observed[0].parts)
+            observed[depth - 1].append(found)
+    depths, number = tuple(map(likeliest, observed)), sum(map(len, observed[0]))
     return Fit(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, depths, number)
-
-
-DEPTHS = (1, 2, 4, 8, 16)
-"""First depths of the groups in which probabilities are compared."""
 
 
 @dataclass(frozen=True)
@@ -118,34 +115,24 @@ def decode_traced(
     return tokens / len(traces), Reliability.of(traces)
 
 
-class Observations:
-    """Choices at one depth: x, g and f of the tokens that competed, (n, C, 3), the taken one first."""
+def likeliest(parts: Sequence[Tensor]) -> Weights:
+    """Returns the weights under which choices are likeliest, by Newton's method.
 
-    def __init__(self, parts: list[Tensor]) -> None:
-        self.parts = parts
-
-    @classmethod
-    def empty(cls) -> Observations:
-        return cls([])
-
-    def add(self, part: Tensor) -> None:
-        self.parts.append(part)
-
-    def fitted(self) -> Weights:
-        """Returns the likeliest weights, by Newton's method."""
-        start_3 = torch.tensor([1 / PROPOSAL.temperature, PROPOSAL.noise, PROPOSAL.kept], dtype=torch.float64)
-        weight_3 = start_3.clone()
-        feature_nC3 = torch.cat(self.parts).double() if self.parts else torch.zeros(0, 1, 3, dtype=torch.float64)
-        for _ in range(STEPS):
-            prob_nC1 = (feature_nC3 @ weight_3).softmax(-1)[..., None]
-            mean_n3 = (prob_nC1 * feature_nC3).nan_to_num().sum(1)
-            gradient_3 = (feature_nC3[:, 0] - mean_n3).sum(0) - PRIOR * (weight_3 - start_3)
-            spread_nC3 = (feature_nC3 - mean_n3[:, None]).nan_to_num() * prob_nC1.sqrt()
-            curvature_33 = torch.einsum("nci,ncj->ij", spread_nC3, spread_nC3) + PRIOR * torch.eye(3).double()
-            step_3 = torch.linalg.solve(curvature_33, gradient_3)
-            weight_3 = weight_3 + step_3 * min(1.0, 1.0 / float(step_3.abs().max().clamp(min=1e-9)))
-        scale, noise, kept = weight_3.tolist()
-        return Weights(1 / max(scale, 0.05), noise, kept)
+    Each part is (n, C, 3): the features x, g and f of the tokens that competed for n choices, the chosen one first.
+    """
+    start_3 = torch.tensor([1 / PROPOSAL.temperature, PROPOSAL.noise, PROPOSAL.kept], dtype=torch.float64)
+    weight_3 = start_3.clone()
+    feature_nC3 = torch.cat(list(parts)).double() if parts else torch.zeros(0, 1, 3, dtype=torch.float64)
+    for _ in range(STEPS):
+        prob_nC1 = (feature_nC3 @ weight_3).softmax(-1)[..., None]
+        mean_n3 = (prob_nC1 * feature_nC3).sum(1)
+        gradient_3 = (feature_nC3[:, 0] - mean_n3).sum(0) - PRIOR * (weight_3 - start_3)
+        spread_nC3 = (feature_nC3 - mean_n3[:, None]) * prob_nC1.sqrt()
+        curvature_33 = torch.einsum("nci,ncj->ij", spread_nC3, spread_nC3) + PRIOR * torch.eye(3).double()
+        step_3 = torch.linalg.solve(curvature_33, gradient_3)
+        weight_3 = weight_3 + step_3 * min(1.0, 1.0 / float(step_3.abs().max().clamp(min=1e-9)))
+    scale, noise, kept = weight_3.tolist()
+    return Weights(1 / max(scale, LEAST_SCALE), noise, kept)
 
 
 def _observe(

@@ -7,7 +7,7 @@ import math
 import torch
 
 from jetspec.ops.noise import gumbel
-from jetspec.train.choices import Observations, fit_choices
+from jetspec.train.choices import fit_choices, likeliest
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, run, tiny_decoder, tiny_head
 
@@ -22,12 +22,12 @@ def test_weights_of_drawn_choices_are_found() -> None:
     feature_nC3 = torch.stack((logit_nC, noise_nC, kept_nC), -1)
     taken_n1 = (feature_nC3 @ true_3).softmax(-1).multinomial(1, generator=generator)
     order_nC = torch.zeros(n, C).scatter_(1, taken_n1, 1.0).argsort(dim=1, descending=True, stable=True)
-    found = Observations([feature_nC3.gather(1, order_nC[..., None].expand(-1, -1, 3))]).fitted()
+    found = likeliest([feature_nC3.gather(1, order_nC[..., None].expand(-1, -1, 3))])
     assert abs(1 / found.temperature - 1.25) < 0.1 and abs(found.noise - 0.6) < 0.1 and abs(found.kept - 0.9) < 0.15
 
 
 def test_no_observations_leave_the_proposal() -> None:
-    assert Observations.empty().fitted() == (1.0, 0.8, 0.0)
+    assert likeliest([]) == (1.0, 0.8, 0.0)
 
 
 def test_heads_are_fitted_to_sampled_text() -> None:
