@@ -11,6 +11,7 @@ import torch
 
 from jetspec.config import EngineConfig, Execution, TreeConfig
 from jetspec.models.block_conv import ConvConfig
+from jetspec.models.choices import ChoiceFits, Fit, Weights
 from jetspec.models.decoder import DecoderConfig
 from jetspec.models.draft_head import DraftHead, EdgeConfig, HeadConfig
 from jetspec.models.heads import Head
@@ -47,7 +48,17 @@ HEADS: dict[str, dict[str, Any]] = {
 each_head = pytest.mark.parametrize("changes", HEADS.values(), ids=HEADS.keys())
 
 
+CHOICES = ChoiceFits((Fit(1.0, depths=(Weights(0.9, 0.8, 0.5), Weights(1.2, -0.4))),))
+
+
 def path_head(changes: dict[str, Any]) -> Head:
+    """A head with a choice model, for sampled text."""
+    head = make_head(changes)
+    head.choices = CHOICES
+    return head
+
+
+def make_head(changes: dict[str, Any]) -> Head:
     for kind, make in (("eagle3", tiny_eagle3), ("peagle", tiny_peagle)):
         if kind in changes:
             return make(TARGET, **changes[kind])
