@@ -253,7 +253,7 @@ class RoundTrace:
         return [score - self.scores[parent] for score, parent in zip(self.scores, self.parents, strict=True)]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Update:
     """New output of a request after one round."""
 

@@ -10,14 +10,17 @@ MAX_HELD = 3
 MAX_UNCUT = 16
 """Most tokens without a character boundary that are held back. More of them hardly occur."""
 
+MAX_CONTEXT = 8
+"""Most tokens that are decoded along with new ones."""
+
 Decode = Callable[[Sequence[int]], str]
 
 
 class TextStream:
     """Turns tokens into text, one at a time.
 
-    A token's text may depend on the tokens before it, so a few of those are decoded along with new ones; the
-    difference of two decodings is the new text. Text that may begin a stop string is held back.
+    A token's text may depend on the tokens before it, so a few of those are decoded along with new ones; the new text
+    is what comes after theirs. Text that may begin a stop string is held back.
     """
 
     def __init__(self, decode: Decode, stop: tuple[str, ...] = ()) -> None:
@@ -26,18 +29,17 @@ class TextStream:
         self.text = ""
         self.shown = 0
         self.first, self.read = 0, 0
+        self.known = ""
+        """Text of the tokens from `first` to `read`."""
 
     def push(self, token: int) -> bool:
         """Appends a token. Returns True when it completes a stop string, which is cut off."""
         self.tokens.append(token)
-        known = self.decode(self.tokens[self.first : self.read])
         longer = self.decode(self.tokens[self.first :])
         end = len(self.tokens)
         if longer.endswith(REPLACEMENT):
             end, longer = self._final(longer)
-        if len(longer) <= len(known):
-            return False
-        return self._append(longer[len(known) :], end)
+        return len(longer) > len(self.known) and self._append(longer, end)
 
     def _final(self, text: str) -> tuple[int, str]:
         """For tokens whose text ends with U+FFFD: the number of them with final text, and that text.
@@ -61,16 +63,21 @@ class TextStream:
 
     def finish(self) -> str:
         """Returns the remaining text, incomplete characters included."""
-        known = self.decode(self.tokens[self.first : self.read])
-        self._append(self.decode(self.tokens[self.first :])[len(known) :], len(self.tokens))
+        self._append(self.decode(self.tokens[self.first :]), len(self.tokens))
         new, self.shown = self.text[self.shown :], len(self.text)
         return new
 
-    def _append(self, piece: str, end: int) -> bool:
-        """Appends the text of the tokens before `end`. Returns True when it contains a stop string."""
+    def _append(self, longer: str, end: int) -> bool:
+        """Appends what is new in the text of the tokens from `first` to `end`. Returns True when it contains a stop
+        string."""
         before = len(self.text)
-        self.text += piece
-        self.first, self.read = self.read, end
+        self.text += longer[len(self.known) :]
+        if end - self.first > MAX_CONTEXT:
+            self.first = self.read
+            longer = self.decode(self.tokens[self.first : end])
+        self.known, self.read = longer, end
+        if not self.stop:
+            return False
         cuts = [self.text.find(s, max(0, before - len(s) + 1)) for s in self.stop]
         cuts = [cut for cut in cuts if cut >= 0]
         if cuts:

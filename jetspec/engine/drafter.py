@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from jetspec.config import TreeConfig
+from jetspec.engine.choices import ChoiceTable
 from jetspec.engine.kv_cache import KVCache
-from jetspec.engine.rows import ChoiceRows, RowTable
+from jetspec.engine.rows import RowTable
 from jetspec.models.choices import ChoiceFits
 from jetspec.models.decoder import Decoder
 from jetspec.models.draft_head import EngineHead, HeadState
@@ -64,9 +65,9 @@ class Drafter(Protocol):
     def build(self, state: RoundState, drafted: Any) -> DraftTree:
         """Builds a tree of the drafted tokens."""
 
-    def learn(self, state: RoundState, drafted: Any, tree: DraftTree, verdict: Acceptance) -> Tensor:
+    def learn(self, state: RoundState, drafted: Any, tree: DraftTree, verdict: Acceptance) -> Tensor | None:
         """Learns from a verdict. Returns the accepted draft tokens per request that only n-grams proposed."""
-        return torch.zeros_like(verdict.length_B)
+        return None
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         """Takes committed tokens with their tapped hidden states."""
@@ -95,9 +96,9 @@ class HeadDrafter(Drafter):
         self.tap_layers = head.head_config.tap_layers
         self.trees: dict[int, TreeConfig] = {}
         self.nodes = {tree: head.nodes(tree) for tree in map(self.tree_of, (1, *(t.batch for t in tree.batch_trees)))}
-        fits = head.choices if tree.choice_model else ChoiceFits()
-        self.choices = cache.rows.choices = ChoiceRows(
-            fits, tree.draft_temperature, cache.rows, self.tree_of(1).depth or 1
+        fits, depth = head.choices if tree.choice_model else ChoiceFits(), self.tree_of(1).depth or 1
+        self.choices = cache.rows.choices = ChoiceTable(
+            fits, tree.draft_temperature, cache.rows.columns["choices"], depth
         )
 
     def draft(self, state: RoundState) -> tuple[Any, Matches | None]:
@@ -122,9 +123,9 @@ class HeadDrafter(Drafter):
 
     def learn(
         self, state: RoundState, drafted: tuple[Any, Matches | None], tree: DraftTree, verdict: Acceptance
-    ) -> Tensor:
+    ) -> Tensor | None:
         if self.ngrams is None or drafted[1] is None:
-            return super().learn(state, drafted, tree, verdict)
+            return None
         return learn(self.ngrams, state.row_B, drafted[1], tree, verdict)
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:

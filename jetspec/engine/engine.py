@@ -250,7 +250,8 @@ class Engine:
                 logprobs = launched.result.logprobs.unpack(packed, kept, request.sampling.logprobs)
                 request.logprobs += logprobs
             request.stats.accepted_lengths.append(len(kept) - 1)
-            request.stats.ngram_tokens += max(0, by_ngrams - (len(tokens) - len(kept)))  # they end the path
+            if by_ngrams:
+                request.stats.ngram_tokens += max(0, by_ngrams - (len(tokens) - len(kept)))  # they end the path
             completion, new = None, ""
             if request.finish_reason:
                 completion, new = self._finish(request, now)
@@ -258,8 +259,7 @@ class Engine:
                 continue
             elif text := self.texts.get(request.id):
                 new = text.take()
-            drafted, accepted = size - 1, len(tokens) - 1
-            counts = drafted, accepted, by_ngrams
+            counts = size - 1, len(tokens) - 1, by_ngrams
             self.updates.append(Update(request.id, kept, new, completion, trace, logprobs, *counts))
 
     def _append(self, request: Request, tokens: list[int]) -> list[int]:

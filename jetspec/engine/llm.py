@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -161,11 +162,13 @@ class LLM:
         done: dict[int, Completion] = {}
         with (
             progress_bar(total=len(many), desc="generating", unit="prompt", disable=not progress) as bar,
-            closing(self._run(jobs, len(many))) as results,
+            closing(self._run(jobs, len(many), quiet=True)) as results,
         ):
             for index, update in results:
-                if update.completion:
-                    done[index] = update.completion
+                if (ended := update.completion) and not params[index].stop:
+                    ended = replace(ended, text=self.tokenizer.decode(ended.token_ids))
+                if ended:
+                    done[index] = ended
                     bar.update()
         return [done[index] for index in range(len(many))]
 

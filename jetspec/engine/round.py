@@ -26,17 +26,18 @@ class RoundResult:
 
     tree: DraftTree
     verdict: Acceptance
-    by_ngrams_B: Tensor
-    """Accepted draft tokens that only n-grams proposed."""
+    by_ngrams_B: Tensor | None = None
+    """Accepted draft tokens that only n-grams proposed. None: there are no n-grams."""
     logprobs: PathLogprobs | None = None
 
     @property
     def packed(self) -> Tensor:
         """Results for the host in one tensor, per request: accepted length, tree size, accepted tokens of n-grams
-        alone, committed tokens, and log-probabilities if any."""
-        verdict = self.verdict
-        counts_B3 = torch.stack((verdict.length_B, self.tree.size_B, self.by_ngrams_B), 1)
-        packed_BX = torch.cat((counts_B3, verdict.token_BD1), 1)
+        alone if there are n-grams, committed tokens, and log-probabilities if any."""
+        verdict, counts = self.verdict, [self.verdict.length_B, self.tree.size_B]
+        if self.by_ngrams_B is not None:
+            counts.append(self.by_ngrams_B)
+        packed_BX = torch.cat((torch.stack(counts, 1), verdict.token_BD1), 1)
         return packed_BX if self.logprobs is None else torch.cat((packed_BX, self.logprobs.packed_BX), 1)
 
 
@@ -94,7 +95,7 @@ class Round:
         return logits_BNV
 
     def report(
-        self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance, by_ngrams_B: Tensor
+        self, state: RoundState, tree: DraftTree, logits_BNV: Tensor, verdict: Acceptance, by_ngrams_B: Tensor | None
     ) -> RoundResult:
         """Collects the results. Committed tokens are counted for penalties."""
         if state.features.penalized:

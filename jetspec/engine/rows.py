@@ -7,29 +7,26 @@ request joins, are collected and uploaded together before the next forward.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from jetspec.config import MAX_BUDGET, MAX_WIDTH
-from jetspec.models.choices import ChoiceFits
+from jetspec.engine.choices import ChoiceTable
 from jetspec.ops.transfer import upload
 from jetspec.tree import NgramTable
 from jetspec.types import (
     MAX_BIASED_TOKENS,
-    ChoiceModel,
     Request,
     RoundFeatures,
     RowPenalties,
     RowSampling,
-    SamplingParams,
     TreeLimits,
 )
 
 SAMPLING = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
-COLUMNS = {torch.int64: ("length", "anchor", "seed", "budget", "width", "top_k"), torch.float32: SAMPLING}
+COLUMNS = {torch.int64: ("length", "anchor", "seed", "budget", "width", "top_k", "choices"), torch.float32: SAMPLING}
 """Column names by dtype. Columns of a dtype are one table, so that a joining request takes few writes."""
 
 MAX_SALTS = 1024
@@ -45,7 +42,7 @@ class RowTable:
     """
 
     ngrams: NgramTable | None = None
-    choices: ChoiceRows | None = None
+    choices: ChoiceTable | None = None
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.num_rows, self.vocab_size, self.device = num_rows, vocab_size, device
@@ -71,7 +68,7 @@ class RowTable:
         if self.token_counts is not None:
             self.token_counts.entered[request.row] = request
         if self.choices is not None:
-            self.choices.entered[request.row] = sampling
+            self.set(request.row, choices=self.choices.enter(request.row, sampling))
         if self.ngrams is not None:
             self.new_texts[request.row] = request.tokens[:], self.answers.get(request.cache_salt, [])
 
@@ -134,38 +131,6 @@ class RowTable:
             count_BV=self.token_counts.count_RV[row_B],
             bias_BV=self.token_counts.bias(row_B),
         )
-
-
-class ChoiceRows:
-    """Weights of the choice model of each row, which predict the target's choices from the head's logits."""
-
-    def __init__(self, fits: ChoiceFits, greedy: float, rows: RowTable, depth: int) -> None:
-        self.fits, self.greedy = fits, greedy
-        self.weight_3RD = torch.ones(3, rows.num_rows, depth, device=rows.device)
-        """Temperature, weight of the noise, and bonus of the values that the filters keep."""
-        self.step_D = torch.arange(1, depth + 1, device=rows.device)
-        self.greedy_11 = torch.full((1, 1), greedy, device=rows.device)
-        self.entered: dict[int, SamplingParams] = {}
-        """Parameters of admitted requests by row, for the next flush."""
-
-    def flush(self) -> None:
-        if self.entered:
-            device, depth = self.step_D.device, len(self.step_D)
-            weights = [list(zip(*self.fits.weights(s, self.greedy, depth), strict=True)) for s in self.entered.values()]
-            row = upload(list(self.entered), torch.int64, device)
-            self.weight_3RD[:, row] = upload(weights, torch.float32, device).transpose(0, 1)
-            self.entered.clear()
-
-    def model(self, row_B: Tensor, sampling: RowSampling, cached_len_B: Tensor, depth: int) -> ChoiceModel | None:
-        """Returns the model of the choices below anchors at `cached_len_B`. None: the head's own probabilities."""
-        if not sampling.any_sampled:
-            return None if self.greedy == 1 else ChoiceModel(self.greedy_11.expand(len(row_B), 1))
-        temperature_BD, weight_BD, bonus_BD = self.weight_3RD[:, row_B, :depth]
-        if not self.fits.fits:
-            return ChoiceModel(temperature_BD)
-        position_BD = cached_len_B[:, None] + self.step_D[:depth]
-        noise = ChoiceModel(temperature_BD, weight_BD, seed_B=sampling.seed_B, position_BD=position_BD)
-        return replace(noise, bonus_BD=bonus_BD, filters=sampling) if sampling.any_filtered else noise
 
 
 class TokenCounts:

@@ -111,10 +111,13 @@ class Launched:
 
     def read(self) -> list[RoundRow]:
         """Waits for the round and returns its results on the host."""
-        width = 3 + self.result.verdict.token_BD1.shape[1]
+        first = 2 if self.result.by_ngrams_B is None else 3
+        width = first + self.result.verdict.token_BD1.shape[1]
         packed = self.packed.read()[: len(self.decode_batch.requests)]
         rows = zip(packed[:, :width].long().tolist(), packed[:, width:].tolist(), strict=True)
-        return [(size, by_ngrams, ids[: length + 1], logprobs) for (length, size, by_ngrams, *ids), logprobs in rows]
+        return [
+            (ids[1], ids[2] if first == 3 else 0, ids[first : first + ids[0] + 1], logprobs) for ids, logprobs in rows
+        ]
 
 
 @dataclass(frozen=True, eq=False)

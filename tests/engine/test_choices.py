@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.engine.rows import ChoiceRows, RowTable
+from jetspec.engine.choices import SPARE, ChoiceTable
 from jetspec.models.choices import CHOICES_FILE, ChoiceFits, Fit, Weights
 from jetspec.models.draft_head import with_filters
 from jetspec.ops import topk_logprob
@@ -69,8 +69,9 @@ def test_the_targets_own_logits_and_the_noise_give_its_choices(sampling: Samplin
     """At the positions of the choices: one position later the noise is another."""
     fits = ChoiceFits((Fit(sampling.temperature, depths=(Weights(sampling.temperature, 1.0, 1e4),)),))
     depth = sampling.token_limit
-    table = ChoiceRows(fits, 0.8, RowTable(1, TARGET.config.vocab_size, torch.device("cpu")), depth)
-    table.entered[0] = sampling
+    entry_R = torch.zeros(1, dtype=torch.int64)
+    table = ChoiceTable(fits, 0.8, entry_R, depth)
+    entry_R[0] = table.enter(0, sampling)
     table.flush()
     hits = 0
     for prompt, answer in zip(PROMPTS, TRUTH[sampling], strict=True):
@@ -95,6 +96,24 @@ def test_noise_is_left_out_on_request() -> None:
         trees.append([c.stats.accepted_lengths for c in run(engine, PROMPTS, SAMPLED)])
     plain = engine_of(TARGET, "edge", TreeConfig(budget=8, width=4, ngrams=False))
     assert trees[0] != trees[1] == [c.stats.accepted_lengths for c in run(plain, PROMPTS, SAMPLED)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40)), max_size=120))
+@settings(max_examples=30)
+def test_rows_have_the_weights_of_their_setting(entered: list[tuple[int, int]]) -> None:
+    """However many settings were seen before."""
+    fits = ChoiceFits((Fit(1.0, depths=(Weights(2.0, 0.8),)),))
+    entry_R = torch.zeros(4, dtype=torch.int64)
+    table, params = ChoiceTable(fits, 0.75, entry_R, 2), [SamplingParams()] * 4
+    for number, (row, kind) in enumerate(entered):
+        params[row] = SamplingParams(kind / 40, seed=number)
+        entry_R[row] = table.enter(row, params[row])
+        if number % 3 == 0:
+            table.flush()
+    table.flush()
+    expected = torch.tensor([fits.weights(s, 0.75, 2) for s in params]).permute(2, 0, 1)
+    torch.testing.assert_close(table.weight_3SD[:, entry_R], expected)
+    assert len(table.entries) <= 4 + SPARE
 
 
 def test_weights_are_those_of_similar_filters_between_temperatures() -> None:

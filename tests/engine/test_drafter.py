@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetspec.config import TreeConfig
+from jetspec.engine.choices import ChoiceTable
 from jetspec.engine.drafter import NgramDrafter, RoundState
-from jetspec.engine.rows import ChoiceRows, RowTable
 from jetspec.models.choices import ChoiceFits, Fit, Weights
 from jetspec.tree import DraftTree
 from jetspec.types import Request, RowSampling, SamplingParams
@@ -41,8 +41,10 @@ FITS = ChoiceFits((Fit(1.0, depths=(Weights(1.1, 0.8), Weights(0.9, 0.6, 0.5))),
 @pytest.mark.parametrize("greedy", [0.75, 1.0])
 def test_choice_model_is_that_of_the_tree_or_the_request(fits: ChoiceFits, greedy: float) -> None:
     params = [SamplingParams(temperature=t) for t in (0.0, 0.5, 2.0)]
-    table = ChoiceRows(fits, greedy, RowTable(4, 10, torch.device("cpu")), 3)
-    table.entered.update(enumerate(params))
+    entry_R = torch.zeros(4, dtype=torch.int64)
+    table = ChoiceTable(fits, greedy, entry_R, 3)
+    for row, sampling in enumerate(params):
+        entry_R[row] = table.enter(row, sampling)
     table.flush()
     row_B, length_B = torch.arange(3), torch.tensor([4, 5, 6])
     of_greedy = table.model(row_B, RowSampling.of([SamplingParams()] * 3, [0] * 3, "cpu"), length_B, 2)

@@ -139,7 +139,7 @@ def random_matches(seed: int, batch: int, depth: int, alphabet: int) -> Matches:
 
 def random_problem(seed: int, batch: int, depth: int, config: TreeConfig, reach: int) -> tuple[DraftTree, Matches]:
     candidates = random_candidates(seed, batch, depth, VOCAB, ties=False, own=True)
-    tree = build_tree(torch.arange(batch), candidates, config, depth)
+    tree = build_tree(torch.arange(batch) % VOCAB, candidates, config, depth)
     return tree, random_matches(seed, batch, reach, 2 + seed % 5)
 
 
