@@ -63,11 +63,9 @@ class ChoiceTable:
     def flush(self) -> None:
         """Uploads the weights of new settings."""
         if self.new:
-            weights = [
-                list(zip(*self.fits.weights(s, self.greedy, self.depth), strict=True)) for s in self.new.values()
-            ]
+            fitted = [self.fits.weights(sampling, self.greedy, self.depth) for sampling in self.new.values()]
             entry = upload(list(self.new), torch.int64, self.device)
-            self.weight_3SD[:, entry] = upload(weights, torch.float32, self.device).transpose(0, 1)
+            self.weight_3SD[:, entry] = upload(fitted, torch.float32, self.device).permute(2, 0, 1)
             self.new.clear()
 
     def model(self, row_B: Tensor, sampling: RowSampling, cached_len_B: Tensor, depth: int) -> ChoiceModel | None:

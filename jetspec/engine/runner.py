@@ -115,9 +115,7 @@ class Launched:
         width = first + self.result.verdict.token_BD1.shape[1]
         packed = self.packed.read()[: len(self.decode_batch.requests)]
         rows = zip(packed[:, :width].long().tolist(), packed[:, width:].tolist(), strict=True)
-        return [
-            (ids[1], ids[2] if first == 3 else 0, ids[first : first + ids[0] + 1], logprobs) for ids, logprobs in rows
-        ]
+        return [(r[1], r[2] if first == 3 else 0, r[first : first + r[0] + 1], logprobs) for r, logprobs in rows]
 
 
 @dataclass(frozen=True, eq=False)
