@@ -61,14 +61,40 @@ class Tiling(NamedTuple):
 FEW, MANY = Tiling(RUN=8, OWN=16, BLOCK=256), Tiling(RUN=4, OWN=128, BLOCK=32)
 """Tilings for few rows, with many programs per row, and for many rows."""
 
-# Below any key.
+# Below any key, and the upper half of the keys of -inf.
 BOTTOM = tl.constexpr(-(1 << 63))
+MINUS_INF = tl.constexpr(-0x7F800001)
+
+
+class Passed(NamedTuple):
+    """The best tokens of each row, at least k, and what the log-sum-exp of a row is made of."""
+
+    key_RP: Tensor
+    """Keys in any order, `count_R` of them."""
+    count_R: Tensor
+    top_RC: Tensor
+    sum_RC: Tensor
 
 
 def topk_logprob_triton(logits: Tensor, k: int, choice: ChoiceModel | None = None) -> tuple[Tensor, Tensor]:
     logits_RV = logits.reshape(-1, logits.shape[-1]).contiguous()
+    R, device = len(logits_RV), logits.device
+    tiling = FEW if R < MANY_ROWS else MANY
+    passed = select_best(logits_RV, k, choice, logits.shape[-2] if R > 1 else 1)
+    token_RK = torch.empty(R, k, dtype=torch.int64, device=device)
+    logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
+    num_chunks = passed.top_RC.shape[1]
+    sizes = {"CHUNKS": triton.next_power_of_2(num_chunks), "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
+    numbers = passed.key_RP.shape[1], num_chunks, k
+    launch(_rank_kernel, (R, -(-(k + k // 8) // tiling.OWN)), *passed, token_RK, logprob_RK, *numbers, **sizes)
+    shape = (*logits.shape[:-1], k)
+    return token_RK.view(shape), logprob_RK.view(shape)
+
+
+def select_best(logits_RV: Tensor, k: int, choice: ChoiceModel | None, rows_per_request: int) -> Passed:
+    """Select the k best tokens of each row and few others."""
     R, V = logits_RV.shape
-    programs = device_of(logits.device).multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    programs = device_of(logits_RV.device).multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
     tiling = FEW if R < MANY_ROWS else MANY
     group = power_of_2_below(min(MAX_GROUP, CHUNK, V // (LEADERS * k)))
     num_chunks = -(-V // CHUNK)
@@ -77,28 +103,19 @@ def topk_logprob_triton(logits: Tensor, k: int, choice: ChoiceModel | None = Non
     capacity = min(V, most_reaching * group)
     span = -(-num_chunks // max(1, programs // R))  # chunks per program of the second kernel
 
-    entries, rows = _entries(choice), logits.shape[-2] if R > 1 else 1
-
-    device = logits.device
+    entries, device = _entries(choice), logits_RV.device
     leader_RL = torch.empty(R, num_leaders, dtype=torch.int64, device=device)
     passed_RP = torch.empty(R, capacity, dtype=torch.int64, device=device)
     count_R = torch.empty(R, dtype=torch.int32, device=device)
     top_RC = torch.empty(R, num_chunks, dtype=torch.float32, device=device)
     sum_RC = torch.empty_like(top_RC)
-    token_RK = torch.empty(R, k, dtype=torch.int64, device=device)
-    logprob_RK = torch.empty_like(token_RK, dtype=torch.float32)
-    sums = top_RC, sum_RC
-    groups = {"GROUP": group, "GROUPS": CHUNK // group}
-    launch(_leader_kernel, (R, num_chunks), logits_RV, entries, leader_RL, count_R, *sums, rows, V, **groups)
+    tensors, groups = (leader_RL, count_R, top_RC, sum_RC), {"GROUP": group, "GROUPS": CHUNK // group}
+    launch(_leader_kernel, (R, num_chunks), logits_RV, entries, *tensors, rows_per_request, V, **groups)
     numbers = V, num_leaders, capacity, span, k, most_reaching
     sizes = {"LEADERS": triton.next_power_of_2(num_leaders), "CHUNK": CHUNK, "RUN": tiling.RUN, "num_warps": 8}
     grid = R, -(-num_chunks // span)
-    launch(_pass_kernel, grid, logits_RV, entries, leader_RL, passed_RP, count_R, rows, *numbers, **sizes)
-    tensors = passed_RP, count_R, *sums, token_RK, logprob_RK
-    sizes = {"CHUNKS": triton.next_power_of_2(num_chunks), "OWN": tiling.OWN, "BLOCK": tiling.BLOCK}
-    launch(_rank_kernel, (R, -(-most_reaching // tiling.OWN)), *tensors, capacity, num_chunks, k, **sizes)
-    shape = (*logits.shape[:-1], k)
-    return token_RK.view(shape), logprob_RK.view(shape)
+    launch(_pass_kernel, grid, logits_RV, entries, leader_RL, passed_RP, count_R, rows_per_request, *numbers, **sizes)
+    return Passed(passed_RP, count_R, top_RC, sum_RC)
 
 
 def _entries(choice: ChoiceModel | None) -> tuple[Any, ...]:
@@ -193,11 +210,21 @@ def _pass_kernel(
 
 @triton.jit
 def _bound(leader, k, most_reaching):
-    """Find by bisection a key that k to `most_reaching` leaders reach. BOTTOM if there are fewer than k."""
-    low, high = tl.full([], BOTTOM, tl.int64), tl.max(leader)
-    reaching = most_reaching + 1
+    """Find by bisection a key that k to `most_reaching` leaders reach. BOTTOM if there are fewer than k.
+
+    By turns between values, over which leaders are spread more evenly, and between keys, which bounds the steps.
+    """
+    is_possible = (leader >> 32) > MINUS_INF  # so not past the end
+    reaching, high = tl.sum(is_possible.to(tl.int32)), tl.max(leader)
+    low = tl.where(reaching >= k, tl.min(tl.where(is_possible, leader, high)), BOTTOM)
+    reaching = tl.where(reaching >= k, reaching, most_reaching + 1)
+    step = tl.zeros([], tl.int32)
     while (low < high) & (reaching > most_reaching):
         middle = (low >> 1) + (high >> 1) + ((low | high) & 1)
+        value = 0.5 * key_logits(low) + 0.5 * key_logits(high)
+        between = ordered(value.to(tl.int32, bitcast=True)).to(tl.int64) << 32
+        middle = tl.where((step % 2 == 0) & (between > low) & (between <= high), between, middle)
+        step += 1
         count = tl.sum((leader >= middle).to(tl.int32))
         enough = count >= k
         low = tl.where(enough, middle, low)
@@ -227,7 +254,7 @@ def _rank_kernel(
     row = tl.program_id(0).to(tl.int64)
     passed_ptr += row * capacity
     count = tl.load(count_ptr + row)
-    log_sum = _log_sum_exp(top_ptr + row * num_chunks, sum_ptr + row * num_chunks, num_chunks, CHUNKS)
+    _, log_sum = log_sum_exp(top_ptr + row * num_chunks, sum_ptr + row * num_chunks, num_chunks, CHUNKS)
     for start in range(tl.program_id(1) * OWN, count, tl.num_programs(1) * OWN):
         index = start + tl.arange(0, OWN)
         own = tl.load(passed_ptr + index, mask=index < count, other=BOTTOM)
@@ -241,17 +268,18 @@ def _rank_kernel(
         rank = tl.sum(better, axis=1)
         chosen = (index < count) & (rank < k)
         tl.store(token_ptr + row * k + rank, _tokens(own), mask=chosen)
-        tl.store(logprob_ptr + row * k + rank, _logits(own) - log_sum, mask=chosen)
+        tl.store(logprob_ptr + row * k + rank, key_logits(own) - log_sum, mask=chosen)
 
 
 @triton.jit
-def _log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
-    """Return the log-sum-exp of a row, from the maximum of every chunk and its sum of exponentials relative to it."""
+def log_sum_exp(top_ptr, sum_ptr, num_chunks, CHUNKS: tl.constexpr):
+    """Return the maximum and the log-sum-exp of a row, from the maximum of every chunk and its sum of exponentials
+    relative to it."""
     chunk = tl.arange(0, CHUNKS)
     top = tl.load(top_ptr + chunk, mask=chunk < num_chunks, other=LOWEST)
     part = tl.load(sum_ptr + chunk, mask=chunk < num_chunks, other=0.0)
     highest = tl.max(top)
-    return highest + tl.log(tl.sum(part * tl.exp(top - highest)))
+    return highest, highest + tl.log(tl.sum(part * tl.exp(top - highest)))
 
 
 @triton.jit
@@ -279,7 +307,7 @@ def _load_odds(logits_ptr, choice, row, rows_per_request, token, first, V):
 def _keys(wide, place, count):
     """Return keys: the order-preserving integer of a logit above the complement of its token, 32 bits each. NaN has the
     greatest key, as in torch; tokens past the end have the least."""
-    bits = _ordered(tl.where(wide == 0, 0.0, wide).to(tl.int32, bitcast=True))  # -0.0 equals 0.0
+    bits = ordered(tl.where(wide == 0, 0.0, wide).to(tl.int32, bitcast=True))  # -0.0 equals 0.0
     bits = tl.where(wide == wide, bits, 0x7FFFFFFF)
     return tl.where(place < count, bits.to(tl.int64), -(1 << 31)) << 32 | (0x7FFFFFFF - place).to(tl.int64)
 
@@ -290,12 +318,12 @@ def _tokens(key):
 
 
 @triton.jit
-def _logits(key):
-    return _ordered((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+def key_logits(key):
+    return ordered((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _ordered(bits):
+def ordered(bits):
     """Map the bits of a float to an integer of the same order, and back: negative ones flip all bits but the sign."""
     return bits ^ ((bits >> 31) & ((1 << 31) - 1)).to(bits.dtype)
 

@@ -1,11 +1,11 @@
 """Triton kernels of acceptance: `choose_nodes`, the best token of every chunk of a row, then of the row, and `walk`,
 one program per tree.
 
-The filters need no sort: each keeps the tokens above some value. The best tokens of a row nearly always decide it;
-where they do not, it is found by bisection over the bits of a float.
+The filters need no sort: each keeps the tokens above some value. The best tokens of a row, in any order, nearly always
+decide it; where they do not, it is found by bisection over the bits of a float.
 
 Layout, contiguous: logits are (B * N, V); temperature, seed and the filters (B,), positions, thresholds and chosen
-tokens (B * N,), the best tokens and their log-probabilities (B * N, K), the keys of the chunks (B * N, chunks). For the
+tokens (B * N,), the keys of the best tokens (B * N, capacity), those of the chunks (B * N, chunks). For the
 walk, all int64: token, parent, depth and choice are (B, N), the path and the committed tokens (B, D + 1) with D =
 `max_depth`, the length and the bonus (B,).
 """
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from jetspec.ops.noise_triton import gumbel
 from jetspec.ops.overlap_triton import launch
-from jetspec.ops.shortlist_triton import topk_logprob_triton
+from jetspec.ops.shortlist_triton import BOTTOM, key_logits, log_sum_exp, ordered, select_best
 from jetspec.tree.draft_tree import Acceptance, DraftTree
 from jetspec.types import ChoiceModel, RowSampling
 
@@ -29,9 +29,13 @@ CHUNK = 4096
 """Logits per program of the choice."""
 BLOCK = 8192
 """Logits per load of a bisection."""
-BEST, BEST_OF_MANY = 256, 64
-"""Best tokens of a row among which thresholds are looked for, for few and for many rows."""
+BEST, BEST_OF_MANY = 128, 64
+"""Best tokens of a row, at least, among which thresholds are looked for, for few and for many rows."""
 MANY_ROWS = 512
+MAX_BEST = 2
+"""Most tokens that are looked at, as a multiple of those."""
+OTHERS = tl.constexpr(32)
+"""Tokens that they are compared with at once."""
 COLDEST = tl.constexpr(1e-6)
 """Least temperature: a draw at a lower one is the argmax anyway."""
 
@@ -53,12 +57,20 @@ def choose_nodes_triton(logits_BNV: Tensor, sampling: RowSampling, position_BN: 
 
 def least_kept_triton(logits_BNV: Tensor, sampling: RowSampling) -> Tensor:
     B, N, V = logits_BNV.shape
-    K = min(V, BEST if B * N < MANY_ROWS else BEST_OF_MANY)
-    best = topk_logprob_triton(logits_BNV, K, ChoiceModel(sampling.temperature_B.clamp(min=COLDEST.value)[:, None]))
+    K = BEST if B * N < MANY_ROWS else BEST_OF_MANY
+    logits_BNV = logits_BNV.contiguous()
+    choice = ChoiceModel(sampling.temperature_B.clamp(min=COLDEST.value)[:, None])
+    passed = select_best(logits_BNV.view(B * N, V), min(V, K), choice, N)
     threshold_BN = torch.empty(B, N, dtype=torch.float32, device=logits_BNV.device)
     filters = sampling.temperature_B, sampling.top_k_B, sampling.top_p_B, sampling.min_p_B
-    sizes = {"RANKS": triton.next_power_of_2(K), "BLOCK": min(BLOCK, triton.next_power_of_2(V)), "num_warps": 16}
-    launch(_threshold_kernel, (B * N,), logits_BNV, *best, *filters, threshold_BN, N, V, K, **sizes)
+    numbers = N, V, passed.key_RP.shape[1], passed.top_RC.shape[1]
+    sizes = {
+        "BEST": triton.next_power_of_2(MAX_BEST * K),
+        "CHUNKS": triton.next_power_of_2(numbers[-1]),
+        "num_warps": 8,
+    }
+    sizes["BLOCK"] = min(BLOCK, triton.next_power_of_2(V))
+    launch(_threshold_kernel, (B * N,), logits_BNV, passed, *filters, threshold_BN, *numbers, **sizes)
     return threshold_BN
 
 
@@ -88,8 +100,9 @@ def _choose_nodes_kernel(
             value = _scaled(value, temperature)
             if threshold_ptr is not None:
                 value = tl.where(value < tl.load(threshold_ptr + node), -float("inf"), value)
-            seed, position = tl.load(seed_ptr + request), tl.load(position_ptr + node)
-            value += gumbel(seed, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
+            if (threshold_ptr is None) | (tl.max(value) > -float("inf")):  # filters leave nothing in most chunks
+                seed, position = tl.load(seed_ptr + request), tl.load(position_ptr + node)
+                value += gumbel(seed, position, chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4))
     # argmax of the chunk
     value = tl.where(value == 0, 0.0, value)  # -0 and 0 are equal
     key = ordered(value.to(tl.int32, bitcast=True)).to(tl.int64) << 32 | (0x7FFFFFFF - token).to(tl.int64)
@@ -108,8 +121,7 @@ def _best_chunk_kernel(key_ptr, token_ptr, num_chunks, CHUNKS: tl.constexpr):
 @triton.jit
 def _threshold_kernel(
     logits_ptr,
-    best_ptr,
-    logprob_ptr,
+    passed,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -117,8 +129,10 @@ def _threshold_kernel(
     threshold_ptr,
     N,
     V,
-    K,
-    RANKS: tl.constexpr,
+    capacity,
+    num_chunks,
+    BEST: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Least value of a row that top-k, then top-p, then min-p keep, without the sort of `filter_logits`.
@@ -132,32 +146,56 @@ def _threshold_kernel(
     if temperature <= 0:
         tl.store(threshold_ptr + node, -float("inf"))
         return
-    row_ptr = logits_ptr + node * V
     top_k, top_p, min_p = tl.load(top_k_ptr + request), tl.load(top_p_ptr + request), tl.load(min_p_ptr + request)
+    # best tokens, in any order
+    key_ptr, count_ptr, top_ptr, sum_ptr = passed
+    key_ptr += node * capacity
+    count = tl.load(count_ptr + node)
+    index = tl.arange(0, BEST)
+    is_best = index < count
+    key = tl.load(key_ptr + index, mask=is_best, other=BOTTOM)
+    value = tl.where(is_best, key_logits(key), -float("inf"))
+    last = tl.min(tl.where(is_best, value, float("inf")))
+    top, log_sum = log_sum_exp(top_ptr + node * num_chunks, sum_ptr + node * num_chunks, num_chunks, CHUNKS)
 
-    # best tokens: top-k, then top-p
-    rank = tl.arange(0, RANKS)
-    token = tl.load(best_ptr + node * K + rank, mask=rank < K, other=0)
-    value = _scaled(tl.load(row_ptr + token, mask=rank < K, other=-float("inf")).to(tl.float32), temperature)
-    top, last = tl.max(value), tl.min(tl.where(rank < K, value, float("inf")))
+    # top-k: the largest value that so many reach
     is_limited = (top_k > 0) & (top_k < V)
-    kth = tl.max(tl.where(is_limited & (rank == top_k - 1), value, -float("inf")))
-    in_top_k = (rank < K) & (value >= kth)
-    prob = tl.where(in_top_k, tl.exp(tl.load(logprob_ptr + node * K + rank, mask=rank < K, other=0.0)), 0.0)
-    total = tl.where(is_limited, tl.sum(prob), 1.0)
-    above = tl.cumsum(prob, axis=0) - prob
-    kept = in_top_k & ((rank == 0) | (total - above > (1 - top_p) * total))
-    least = tl.where(top_p < 1, tl.min(tl.where(kept, value, float("inf"))), kth)
-    # tokens beyond the list decide nothing: there are none, or all that may be kept are above its last
-    knows_top_k = (top_k <= K) & ((top_p >= 1) | (kth > last))
-    knows_all = (K == V) | (last == -float("inf"))
+    kth = -float("inf")
+    if is_limited:
+        reaching = tl.zeros([BEST], tl.int32)
+        for first in range(0, tl.minimum(count, BEST), OTHERS):
+            other = _load_keys(key_ptr, first, count)
+            reaching += tl.sum((key_logits(other)[None, :] >= value[:, None]).to(tl.int32), axis=1)
+        kth = tl.max(tl.where(reaching >= top_k, value, -float("inf")))
+    # top-p: the least value above which there is less than p
+    least = kth
+    if top_p < 1:
+        prob = tl.where(is_best & (value >= kth), tl.exp(value - log_sum), 0.0)
+        total = tl.where(is_limited, tl.sum(prob), 1.0)
+        above = tl.zeros([BEST], tl.float32)
+        for first in range(0, tl.minimum(count, BEST), OTHERS):
+            other = _load_keys(key_ptr, first, count)
+            of_other = tl.exp(key_logits(other) - log_sum)
+            above += tl.sum(tl.where(other[None, :] > key[:, None], of_other[None, :], 0.0), axis=1)
+        is_kept = is_best & (value >= kth) & ((value == top) | (total - above > (1 - top_p) * total))
+        least = tl.min(tl.where(is_kept, value, float("inf")))
+    # tokens beyond the best decide nothing: there are none, or all that may be kept are above the last
+    knows_top_k = (top_k <= count) & ((top_p >= 1) | (kth > last))
+    knows_all = (count == V) | (last == -float("inf"))
     is_decided = knows_all | tl.where(is_limited, knows_top_k, (top_p >= 1) | (least > last))
-    if not is_decided:
-        least = _bisected(row_ptr, temperature, top_k, top_p, top, V, tl.arange(0, BLOCK))
+    if (not is_decided) | (count > BEST):
+        least = _bisected(logits_ptr + node * V, temperature, top_k, top_p, top, V, tl.arange(0, BLOCK))
     # min-p
     if min_p > 0:
         least = tl.maximum(least, top + tl.log(min_p))
     tl.store(threshold_ptr + node, least)
+
+
+@triton.jit
+def _load_keys(key_ptr, first, count):
+    """Load some of the best tokens. Past the end their value is NaN, which is above nothing."""
+    index = first + tl.arange(0, OTHERS)
+    return tl.load(key_ptr + index, mask=index < count, other=BOTTOM)
 
 
 @triton.jit
@@ -224,12 +262,6 @@ def _bits(value):
 @triton.jit
 def _float(bits):
     return ordered(bits.to(tl.int32)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def ordered(bits):
-    """Map the bits of a float to an integer of the same order, and back: negative ones flip all bits but the sign."""
-    return bits ^ (bits >> 31 & 0x7FFFFFFF)
 
 
 def walk_triton(tree: DraftTree, choice_BN: Tensor) -> Acceptance:
