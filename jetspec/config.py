@@ -77,6 +77,9 @@ class TreeConfig:
     choice_model: bool = True
     """Draft sampled requests with the noise of their choices, which is known beforehand, and with weights that were
     fitted per head. False: at their own temperature, as if the noise were unknown."""
+    refine_choices: bool = True
+    """Refine these weights while decoding, for each sampling setting, by what the target chooses. False: they stay as
+    they were fitted."""
     shortlist: int = 256
     """Candidate tokens per depth that the edge term of a head ranks, at least `width`. 0: the whole vocabulary."""
     shortlist_parents: int = 7
@@ -109,7 +112,7 @@ class TreeConfig:
         _in_range("shortlist_parents", self.shortlist_parents, 0, MAX_SHORTLIST_PARENTS)
         if self.shortlist and self.shortlist < self.width:
             raise ValueError(f"shortlist is {self.shortlist}; it must be at least the width, {self.width}")
-        for name in ("ngrams", "choice_model"):
+        for name in ("ngrams", "choice_model", "refine_choices"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be true or false")
         batches = [each.batch for each in self.batch_trees]

@@ -86,6 +86,18 @@ class NoDrafter(Drafter):
         return DraftTree.root(state.anchor_B)
 
 
+@dataclass
+class Drafted:
+    """What a head and n-grams propose below the anchors."""
+
+    by_head: Any
+    cached_len_B: Tensor
+    """Positions of the anchors."""
+    matches: Matches | None = None
+    tree: DraftTree | None = None
+    """The tree of the head alone, once it is built."""
+
+
 class HeadDrafter(Drafter):
     """Drafts with a draft head of any kind, and with n-grams where the cache keeps the texts."""
 
@@ -97,11 +109,14 @@ class HeadDrafter(Drafter):
         self.trees: dict[int, TreeConfig] = {}
         self.nodes = {tree: head.nodes(tree) for tree in map(self.tree_of, (1, *(t.batch for t in tree.batch_trees)))}
         fits, depth = head.choices if tree.choice_model else ChoiceFits(), self.tree_of(1).depth or 1
-        self.choices = cache.rows.choices = ChoiceTable(
-            fits, tree.draft_temperature, cache.rows.columns["choices"], depth
-        )
+        entry_R, refine = cache.rows.columns["choices"], tree.refine_choices and tree.ranks_by_probability
+        self.choices = cache.rows.choices = ChoiceTable(fits, tree.draft_temperature, entry_R, depth, refine)
 
-    def draft(self, state: RoundState) -> tuple[Any, Matches | None]:
+    def prepare(self, requests: Sequence[Request]) -> None:
+        if any(request.sampling.is_sampled for request in requests):
+            self.choices.refine()
+
+    def draft(self, state: RoundState) -> Drafted:
         B = len(state.anchor_B)
         tree = self.tree_of(B)
         depth_1N, mask_1NW = self.nodes[tree]
@@ -111,22 +126,23 @@ class HeadDrafter(Drafter):
         assert tree.depth is not None
         choice = self.choices.model(state.row_B, state.sampling, nodes.layout.cached_len_B, tree.depth)
         by_head = self.head.draft(nodes, state.anchor_B, tree, self.state, choice)
-        if self.ngrams is None:
-            return by_head, None
-        depth = min(tree.depth, tree.budget - 1, MAX_CHAIN)
-        return by_head, match(self.ngrams, state.row_B, nodes.layout.cached_len_B, depth)
+        drafted = Drafted(by_head, nodes.layout.cached_len_B)
+        if self.ngrams is not None:
+            depth = min(tree.depth, tree.budget - 1, MAX_CHAIN)
+            drafted.matches = match(self.ngrams, state.row_B, nodes.layout.cached_len_B, depth)
+        return drafted
 
-    def build(self, state: RoundState, drafted: tuple[Any, Matches | None]) -> DraftTree:
-        (by_head, matches), tree = drafted, self.tree_of(len(state.anchor_B))
-        built = self.head.build(state.anchor_B, by_head, tree)
+    def build(self, state: RoundState, drafted: Drafted) -> DraftTree:
+        tree, matches = self.tree_of(len(state.anchor_B)), drafted.matches
+        drafted.tree = built = self.head.build(state.anchor_B, drafted.by_head, tree)
         return built if matches is None else merge(built, matches, tree.budget, tree.width)
 
-    def learn(
-        self, state: RoundState, drafted: tuple[Any, Matches | None], tree: DraftTree, verdict: Acceptance
-    ) -> Tensor | None:
-        if self.ngrams is None or drafted[1] is None:
+    def learn(self, state: RoundState, drafted: Drafted, tree: DraftTree, verdict: Acceptance) -> Tensor | None:
+        assert drafted.tree is not None
+        self.choices.observe(state.row_B, state.sampling, drafted.cached_len_B, drafted.tree, verdict)
+        if self.ngrams is None or drafted.matches is None:
             return None
-        return learn(self.ngrams, state.row_B, drafted[1], tree, verdict)
+        return learn(self.ngrams, state.row_B, drafted.matches, tree, verdict)
 
     def observe(self, tap_TX: Tensor, batch: TreeBatch) -> None:
         self.head.observe(tap_TX, batch, self.state)

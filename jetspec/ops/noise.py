@@ -19,11 +19,21 @@ def gumbel(seed_B: Tensor, position_B: Tensor, vocab: int) -> Tensor:
     zero = torch.zeros_like(block_Q[:, :1])
     key = (seed_B[:, None] & _MASK32, seed_B[:, None] >> 32 & _MASK32)
     words = philox((block_Q, position_B[:, None], zero, zero), key)
-    word_BV = torch.stack(words, dim=-1).flatten(1)[:, :vocab]
+    return _noise(torch.stack(words, dim=-1).flatten(1)[:, :vocab])
+
+
+def gumbel_at(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """`gumbel` of some tokens, for tensors of one shape."""
+    zero = torch.zeros_like(token)
+    words = philox((token // 4, position, zero, zero), (seed & _MASK32, seed >> 32 & _MASK32))
+    return _noise(torch.stack(words, dim=-1).gather(-1, (token % 4)[..., None])[..., 0])
+
+
+def _noise(word: Tensor) -> Tensor:
     # The token with the smallest exponential over its probability wins: small u decide, so log1p keeps them precise.
     # The largest u would round to 1 and give infinity.
-    uniform_BV = ((word_BV.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
-    return -(-torch.log1p(-uniform_BV)).log()
+    uniform = ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    return -(-torch.log1p(-uniform)).log()
 
 
 def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -280,6 +280,8 @@ TABLE: dict[str, tuple[Choice, ...]] = {
     "merge": (Choice("merge", "jetspec.tree.ngrams_triton:merge_triton"),),
     "learn": (Choice("learn", "jetspec.tree.ngrams_triton:learn_triton"),),
     "append": (Choice("append", "jetspec.tree.ngrams_triton:append_triton"),),
+    # Choices of the target
+    "tally_choices": (Choice("tally_choices", "jetspec.tree.tally_triton:tally_choices_triton"),),
     # Acceptance
     "choose_nodes": (Choice("choose_nodes", "jetspec.tree.accept_triton:choose_nodes_triton"),),
     "least_kept": (Choice("least_kept", "jetspec.tree.accept_triton:least_kept_triton"),),

@@ -5,13 +5,16 @@ from jetspec.tree.accept import accept, choose_nodes, choose_token, filter_logit
 from jetspec.tree.build import GrowingTree, build_tree, build_tree_reference
 from jetspec.tree.draft_tree import WORD, Acceptance, Candidates, DraftTree, children_of, pack_bits, unpack_bits
 from jetspec.tree.ngrams import MAX_CHAIN, Matches, NgramTable, append, learn, match, merge
+from jetspec.tree.tally import SUMS, Drawn, tally_choices
 
 __all__ = [
     "MAX_CHAIN",
+    "SUMS",
     "WORD",
     "Acceptance",
     "Candidates",
     "DraftTree",
+    "Drawn",
     "GrowingTree",
     "Matches",
     "NgramTable",
@@ -31,6 +34,7 @@ __all__ = [
     "merge",
     "pack_bits",
     "penalize",
+    "tally_choices",
     "unpack_bits",
     "walk",
 ]

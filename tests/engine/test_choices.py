@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.engine.choices import SPARE, ChoiceTable
+from jetspec.engine.choices import SPARE, STEP_ROUNDS, ChoiceTable
 from jetspec.models.choices import CHOICES_FILE, ChoiceFits, Fit, Weights
 from jetspec.models.draft_head import with_filters
 from jetspec.ops import topk_logprob
+from jetspec.ops.noise import gumbel
 from jetspec.train.evaluate import whole
+from jetspec.tree import Acceptance, DraftTree
 from jetspec.types import KVPages, RowSampling, SamplingParams
 from tests.engine.tiny import Texts, engine_of, head_of, make_engine, run, tiny_decoder
 
@@ -49,6 +51,55 @@ def test_texts_do_not_depend_on_the_weights(
     tree = TreeConfig(budget=budget, width=3, shortlist=8, shortlist_parents=parents)
     done = run(make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2)), PROMPTS, sampling)
     assert [c.token_ids for c in done] == TRUTH[sampling]
+
+
+@pytest.mark.parametrize("refine", [False, True])
+def test_texts_stay_while_weights_are_refined(monkeypatch: pytest.MonkeyPatch, refine: bool) -> None:
+    """And a switch freezes them."""
+    monkeypatch.setattr("jetspec.engine.choices.STEP_ROUNDS", 2)
+    head = head_of("edge", TARGET)
+    assert head is not None
+    fitted = Weights(1.0, 0.3)
+    head.choices = ChoiceFits((Fit(0.9, depths=(fitted,)),))
+    tree = TreeConfig(budget=16, width=4, shortlist=8, refine_choices=refine)
+    engine = make_engine(TARGET, "head", head, tree, EngineConfig(page_size=4, max_batch=2))
+    for sampling in (SAMPLED, SETTINGS[3], SAMPLED):
+        assert [c.token_ids for c in run(engine, PROMPTS, sampling)] == TRUTH[sampling]
+    assert engine.cache.rows.choices is not None
+    (report,) = engine.cache.rows.choices.report()
+    assert (report["choices"] > 0) == refine
+    assert (report["depths"][0] != list(fitted)) == refine
+
+
+def test_refined_weights_approach_those_of_the_choices() -> None:
+    """Logits count for more than the fit says, the noise for less. Bounds hold for choices that say the opposite."""
+    fits = ChoiceFits((Fit(1.0, depths=(Weights(1.0, 0.8),)),))
+    rng = torch.Generator().manual_seed(0)
+    for scale, noise_weight, bounds in ((1.4, 0.5, None), (-30.0, -30.0, (2.0, 0.3))):
+        entry_R = torch.zeros(1, dtype=torch.int64)
+        table = ChoiceTable(fits, 0.8, entry_R, 1, refine=True)
+        entry_R[0] = table.enter(0, SamplingParams(1.0))
+        table.flush()
+        for at in range(60):
+            num = 128
+            token_BC = torch.rand(num, 20, generator=rng).argsort(1)[:, :6]
+            logit_BC, position_B = torch.randn(num, 6, generator=rng), torch.arange(num) + at * num
+            seed_B = torch.zeros_like(position_B)
+            noise_BC = gumbel(seed_B, position_B + 1, 20).gather(1, token_BC)
+            temperature, weight, _ = table.weight_3SD[:, 1, 0].tolist()
+            score_BN = torch.cat((torch.zeros(num, 1), logit_BC / temperature + weight * noise_BC), 1)
+            token_BN = torch.cat((torch.zeros(num, 1).long(), token_BC), 1)
+            size_B = torch.full((num,), 7)
+            tree = DraftTree.from_parents(token_BN, torch.zeros_like(token_BN), size_B, 1, score_BN)
+            odds_BC = scale * logit_BC + noise_weight * noise_BC
+            chosen_B1 = token_BC.gather(1, odds_BC.softmax(1).multinomial(1, generator=rng))
+            verdict = Acceptance(torch.zeros(num, 2).long(), size_B * 0, chosen_B1[:, 0], chosen_B1.expand(-1, 2))
+            sampling = RowSampling.of([SamplingParams(1.0)] * num, [0] * num, "cpu")
+            table.observe(torch.zeros(num, dtype=torch.int64), sampling, position_B, tree, verdict)
+            table.rounds = STEP_ROUNDS - 1
+            table.refine()
+        expected = (1 / scale, noise_weight) if bounds is None else bounds
+        assert table.weight_3SD[:2, 1, 0].tolist() == pytest.approx(expected, abs=0.08 if bounds is None else 1e-6)
 
 
 def logits_of(tokens: list[int]) -> Tensor:

@@ -16,9 +16,11 @@ from jetspec.config import TreeConfig
 from jetspec.ops import HeadNorm, KernelPlan, Residual, SlotRows, layouts, select
 from jetspec.ops.moe import route
 from jetspec.tree import (
+    SUMS,
     Acceptance,
     Candidates,
     DraftTree,
+    Drawn,
     NgramTable,
     append,
     build_tree,
@@ -26,6 +28,7 @@ from jetspec.tree import (
     learn,
     match,
     merge,
+    tally_choices,
     walk,
 )
 from jetspec.types import BatchLayout, ChoiceModel, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
@@ -86,6 +89,8 @@ def lookup(nodes: int) -> None:
     verdict = Acceptance(ints(2, 16), ints(2), ints(2), ints(2, 16))
     learn(table, ints(2), matches, merged, verdict)
     append(table, ints(2), ints(2), verdict.token_BD1)
+    drawn = Drawn(ints(2), ints(2), ints(2), new(3, 15, dtype=FP32))
+    tally_choices(new(3, 15, SUMS, dtype=FP32), drawn, tree, verdict)
 
 
 def build(config: TreeConfig, rank: int = 0, shortlist: int = 256, batch: int = 1, dtype: torch.dtype = BF16) -> None:
@@ -160,7 +165,7 @@ PLAIN: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("case", PLAIN)
 def test_kernels_compile(case: str) -> None:
     found = compiled(PLAIN[case])
-    assert found and all("st.global" in kernel.ptx for kernel in found)
+    assert found and all("st.global" in kernel.ptx or "atom.global" in kernel.ptx for kernel in found)
 
 
 def test_compaction_writes_after_a_barrier_behind_all_loads() -> None:
