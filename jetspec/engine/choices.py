@@ -157,7 +157,7 @@ class ChoiceTable:
                 "choices": int(self.refinement.choices_SD[entry].sum()),
                 "depths": self.refinement.weight_3SD[:, entry].T.tolist(),
             }
-            for setting, entry in self.entries.items()
+            for setting, entry in list(self.entries.items())  # the server reads in a thread of its own
             if entry not in self.new
         ]
 

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
+from jetspec.engine.choices import ChoiceTable
 from jetspec.engine.engine import Engine
+from jetspec.models.choices import Weights
 from jetspec.types import Update
 
 FIRST_TOKEN_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
@@ -24,6 +28,27 @@ WINDOW_S = 10.0
 """Time over which rates are averaged."""
 M = TypeVar("M", Counter, Gauge, Histogram)
 COMPLETION_ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+
+class ChoiceWeights(Collector):
+    """Weights of the choice model of each sampling setting in use."""
+
+    def __init__(self, table: ChoiceTable) -> None:
+        self.table = table
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        setting = ["temperature", "top_p", "top_k", "min_p"]
+        weight = GaugeMetricFamily(
+            "jetspec:choice_weight", "Weights by which sampled text is drafted.", labels=[*setting, "depth", "weight"]
+        )
+        choices = GaugeMetricFamily("jetspec:choices", "Choices that refined these weights.", labels=setting)
+        for row in self.table.report():
+            labels = [f"{row[name]:g}" for name in setting]
+            choices.add_metric(labels, row["choices"])
+            for depth, values in enumerate(row["depths"], 1):
+                for name, value in zip(Weights._fields, values, strict=True):
+                    weight.add_metric([*labels, str(depth), name], value)
+        yield from (choices, weight)
 
 
 class Metrics:
@@ -69,6 +94,8 @@ class Metrics:
         ]
         for name, help, read in gauges:
             make(Gauge, name, help).set_function(read)
+        if engine.cache.rows.choices is not None:
+            self.registry.register(ChoiceWeights(engine.cache.rows.choices))
 
     def _make(self, kind: type[M], name: str, help: str, *labels: str, **options: Any) -> M:
         """Returns a metric. One with vLLM's name has its label, too, with a value unless there are other labels."""

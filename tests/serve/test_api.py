@@ -9,12 +9,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jetspec.engine.choices import ChoiceTable
 from jetspec.engine.llm import LLM
+from jetspec.models.choices import ChoiceFits, Fit, Weights
 from jetspec.serve.builder import RequestBuilder
 from jetspec.serve.config import ServeConfig
 from jetspec.serve.errors import ApiError
+from jetspec.serve.metrics import ChoiceWeights
 from jetspec.serve.protocol import ChatChunk, ChatCompletion, CompletionRequest, TextCompletion
 from jetspec.types import SamplingParams, TreeLimits, Update
 from tests.serve.live import NAME, Live, assert_error, events, joined, schema_format, streaming
@@ -309,6 +314,19 @@ def test_models_are_listed_and_others_unknown(live: Live) -> None:
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
     assert httpx.get(f"{live.url}/v1/nothing").status_code == 404
     assert httpx.get(f"{live.url}/v1/completions").status_code == 405
+
+
+def test_metrics_show_how_sampled_text_is_drafted() -> None:
+    table = ChoiceTable(ChoiceFits((Fit(1.0, depths=(Weights(2.0, 0.5),)),)), 0.8, torch.zeros(1, dtype=torch.int64), 2)
+    registry = CollectorRegistry()
+    registry.register(ChoiceWeights(table))
+    for sampling in (SamplingParams(), SamplingParams(1.0, top_p=0.9)):
+        table.enter(0, sampling)
+    table.flush()
+    page = text_string_to_metric_families(generate_latest(registry).decode())
+    found = {(s.labels["depth"], s.labels["weight"]): s for f in page if f.name.endswith("weight") for s in f.samples}
+    assert found["1", "temperature"].labels.items() >= {"temperature": "1", "top_p": "0.9"}.items()
+    assert [found[depth, "noise"].value for depth in "12"] == [0.5, 0.5] and len(found) == 6
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
