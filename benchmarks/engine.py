@@ -48,7 +48,7 @@ from jetspec.profile.shapes import open_head
 from jetspec.profile.timing import without_capture
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, write_record
-from jetspec.train.choices import SETTINGS, describe
+from jetspec.train.choices import SETTINGS
 from jetspec.train.config import HeadShape
 from jetspec.tree import DraftTree
 from jetspec.types import Completion, RoundStats, SamplingParams
@@ -274,7 +274,7 @@ def check_sampling(models: Models, prompts: Texts, budgets: Sequence[int], token
     for engine in engines.values():
         for course in warm_up_batches(engine):
             course.run(engine)
-    settings = {describe(sampling): sampling for sampling in (SamplingParams(), *SETTINGS)}
+    settings = {sampling.setting: sampling for sampling in (SamplingParams(), *SETTINGS)}
     for engine, sampling in product(engines.values(), settings.values()):
         decode(engine, first(prompts, 1), tokens, 1, sampling=sampling)  # captures the graphs of the setting
     done: dict[tuple[str, int, bool], list[Decoded]] = defaultdict(list)

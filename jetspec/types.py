@@ -111,6 +111,13 @@ class SamplingParams:
         return self.temperature > 0
 
     @property
+    def setting(self) -> str:
+        """Name of the sampling setting: `greedy`, or the temperature and the filters."""
+        names = ("temperature", "top_p", "top_k", "min_p")
+        parts = [f"{n} {value:g}" for n in names if (value := getattr(self, n)) != getattr(SamplingParams, n)]
+        return ", ".join(parts) if self.is_sampled else "greedy"
+
+    @property
     def is_filtered(self) -> bool:
         return self.is_sampled and bool(self.top_k or self.top_p < 1 or self.min_p)
 

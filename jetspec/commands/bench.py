@@ -79,7 +79,7 @@ def bench(
     llm = load_llm(settings.model, settings.engine, given.get("tree"))
     from jetspec.record import shown_head, write_record
 
-    results = measure(*both_sides(llm, settings.sampling, chat), texts, repeats)
+    results = measure(*both_sides(llm, chat)(settings.sampling), texts, repeats)
     record = {
         "model": llm.model_name,
         "drafter": llm.drafter,
@@ -88,6 +88,7 @@ def bench(
         "dtype": str(llm.target.decoder.embedding.dtype).removeprefix("torch."),
         "max_tokens": settings.sampling.token_limit,
         "temperature": settings.sampling.temperature,
+        "setting": settings.sampling.setting,
         **summary(results),
     }
     write_json(record) if as_json else out().print(_table(record))
@@ -118,7 +119,8 @@ def _table(record: dict[str, Any]) -> Table:
     same = f"{record['same_texts']} of {record['prompts']}"
     rows = row("plain", "plain"), row(record["drafter"], "speculative", _shown(record["speedup"], 2), same)
     heads = ("", "tokens/s", "tokens per round", "speedup", "same text")
-    return number_table(heads, rows, caption=f"prompts: {record['prompts']}, repeats: {record['repeats']}")
+    caption = f"{record['setting']}, prompts: {record['prompts']}, repeats: {record['repeats']}"
+    return number_table(heads, rows, caption=caption)
 
 
 def measure(plain: Decode, fast: Decode, prompts: Sequence[str], repeats: int) -> list[list[Comparison]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import takewhile
@@ -53,6 +53,10 @@ DEMO_PROMPTS = (
 )
 """Built-in prompts: code, arithmetic and prose."""
 
+USUAL: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
+SAMPLED_TOKENS = 32
+"""Sampling setting of the built-in prompts beside greedy decoding, and most tokens of such an answer."""
+
 NARROW = 72
 """Below this many columns the panels stand one above the other."""
 
@@ -70,37 +74,41 @@ app = typer.Typer(add_completion=False)
     epilog=examples(
         "jetspec compare",
         'jetspec compare "Count to fifty." "Write a limerick." --budget 32',
+        "jetspec compare --temperature 0.7 --top-p 0.8 --top-k 20",
         "jetspec compare --json > compare.json",
     ),
 )
 @options(
     *("--model=model.name", "model.head", "model.drafter", "model.device", "tree.budget", "tree.width"),
-    *("sampling.temperature", "sampling.max_tokens"),
+    *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.max_tokens"),
+    hidden=("sampling.min_p", "sampling.seed"),
 )
 def compare(
     settings: Decoding, given: Given, prompts: Prompts = None, chat: AsChat = True, as_json: AsJson = False
 ) -> None:
     """Decode plainly and speculatively, side by side.
 
-    Shows both speeds and whether the texts are identical. Exit status 1: they differ, greedy in float32.
+    Shows both speeds and whether the texts are identical. With a temperature both sides sample with one seed, which is
+    shown; the built-in prompts are sampled after greedy decoding as well. Exit status 1: texts differ, greedy in
+    float32.
     """
     texts = tuple(map(check_prompt, prompts or ())) or DEMO_PROMPTS
     llm = load_llm(settings.model, settings.engine, given.get("tree"))
-    plain, speculative = both_sides(llm, settings.sampling, chat)
-    results = compare_sides(plain, speculative, texts, None if as_json else out())
-    identical = all(result.identical for result in results)
+    sides, sampling = both_sides(llm, chat), seeded(settings.sampling)
+    results = compare_sides(*sides(sampling), texts, None if as_json else out(), _about(sampling))
+    found = _report(results, sampling)
+    if not (prompts or sampling.is_sampled):
+        limit = min(SAMPLED_TOKENS, sampling.token_limit)
+        sampling = seeded(replace(sampling, **USUAL, max_tokens=limit))
+        sampled = compare_sides(*sides(sampling), texts, None)
+        found["sampled"] = _report(sampled, sampling)
+        if not as_json:
+            verdict = f"identical: {_yes(sampled)}"
+            out().print(f"sampled, {limit} tokens each{_about(sampling)}: {_line(sampled)}, {verdict}", markup=False)
     if as_json:
-        write_json(
-            {
-                "model": llm.model_name,
-                "drafter": llm.drafter,
-                "tree": asdict(llm.tree),
-                "identical": identical,
-                "speedup": speedup(results),
-                "results": [result.to_dict() for result in results],
-            }
-        )
-    check_identical(identical, llm, settings.sampling)
+        about = {"model": llm.model_name, "drafter": llm.drafter, "tree": asdict(llm.tree)}
+        write_json({**about, **found})
+    check_identical(found["identical"], llm, settings.sampling)
 
 
 @dataclass(frozen=True)
@@ -134,6 +142,16 @@ class Comparison:
         }
 
 
+def _report(results: Sequence[Comparison], sampling: SamplingParams) -> dict[str, Any]:
+    return {
+        "setting": sampling.setting,
+        "seed": sampling.seed,
+        "identical": all(result.identical for result in results),
+        "speedup": speedup(results),
+        "results": [result.to_dict() for result in results],
+    }
+
+
 def totals(results: Iterable[Comparison]) -> tuple[RoundStats, RoundStats]:
     """Statistics of both sides of all results."""
     results = list(results)
@@ -146,18 +164,28 @@ def speedup(results: Sequence[Comparison]) -> float:
     return speculative.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0
 
 
-def both_sides(llm: LLM, sampling: SamplingParams, chat: bool) -> tuple[Decode, Decode]:
-    """Plain decoding over the weights of `llm`, and `llm` itself, both warmed up. Both sample with the same seed."""
+def seeded(sampling: SamplingParams) -> SamplingParams:
+    """The same parameters, with a seed if they sample."""
+    is_open = sampling.is_sampled and sampling.seed is None
+    return replace(sampling, seed=random.getrandbits(31)) if is_open else sampling
+
+
+def both_sides(llm: LLM, chat: bool) -> Callable[[SamplingParams], tuple[Decode, Decode]]:
+    """Plain decoding over the weights of `llm`, and `llm` itself. Returns a function of the sampling parameters that
+    warms both up; both sample with the same seed."""
     if llm.drafter == "none":
         raise ValueError("drafter none is plain decoding itself; choose --drafter head or ngram to compare with it")
-    if sampling.seed is None:
-        sampling = replace(sampling, seed=random.getrandbits(62))
-    sides = llm.with_drafter("none"), llm
-    with working("Warming up"):
-        for each in sides:
-            each.generate(WARM_UP, SamplingParams(max_tokens=8, ignore_eos=True))
-    plain, speculative = (partial(stream, each, sampling=sampling, chat=chat) for each in sides)
-    return plain, speculative
+    pair = llm.with_drafter("none"), llm
+
+    def sides(sampling: SamplingParams) -> tuple[Decode, Decode]:
+        sampling = seeded(sampling)
+        with working("Warming up"):  # sampling and filters have graphs of their own
+            for each in pair:
+                each.generate(WARM_UP, replace(sampling, max_tokens=8, ignore_eos=sampling.grammar is None))
+        plain, speculative = (partial(stream, each, sampling=sampling, chat=chat) for each in pair)
+        return plain, speculative
+
+    return sides
 
 
 def check_identical(identical: bool, llm: LLM, sampling: SamplingParams) -> None:
@@ -168,15 +196,16 @@ def check_identical(identical: bool, llm: LLM, sampling: SamplingParams) -> None
 
 
 def compare_sides(
-    plain: Decode, speculative: Decode, prompts: Sequence[str], console: Console | None
+    plain: Decode, speculative: Decode, prompts: Sequence[str], console: Console | None, about: str = ""
 ) -> list[Comparison]:
-    """Decodes every prompt both ways, plain first. A terminal shows it live, another console afterwards, None never."""
+    """Decodes every prompt both ways, plain first. A terminal shows it live, another console afterwards, None never.
+    `about` is shown beside the figures."""
     if console is None:
         return [_quietly(plain, speculative, prompt) for prompt in prompts]
     show = _live if console.is_terminal else _in_lines
-    results = [show(plain, speculative, prompt, console) for prompt in prompts]
+    results = [show(plain, speculative, prompt, console, about) for prompt in prompts]
     if len(results) > 1:
-        console.print(_table(results) if console.is_terminal else f"all prompts: {_line(results)}")
+        console.print(_table(results, about) if console.is_terminal else f"all prompts{about}: {_line(results)}")
     return results
 
 
@@ -184,17 +213,17 @@ def _quietly(plain: Decode, speculative: Decode, prompt: str) -> Comparison:
     return Comparison(prompt, last(plain(prompt)), last(speculative(prompt)))
 
 
-def _in_lines(plain: Decode, speculative: Decode, prompt: str, console: Console) -> Comparison:
+def _in_lines(plain: Decode, speculative: Decode, prompt: str, console: Console, about: str) -> Comparison:
     result = _quietly(plain, speculative, prompt)
     sides = {"text": result.plain} if result.identical else {"plain": result.plain, "speculative": result.speculative}
     console.out(f"prompt: {prompt}")
     for name, completion in sides.items():
         console.out(f"{name}: {printable(completion.text)}")
-    console.out(f"{_line([result])}, {result.verdict}\n")
+    console.out(f"{_line([result])}, {result.verdict}{about}\n")
     return result
 
 
-def _live(plain: Decode, speculative: Decode, prompt: str, console: Console) -> Comparison:
+def _live(plain: Decode, speculative: Decode, prompt: str, console: Console, about: str) -> Comparison:
     from rich.live import Live
 
     console.print(Rule(Text(prompt, style="bold", no_wrap=True, overflow="ellipsis"), align="left", style="dim"))
@@ -215,7 +244,7 @@ def _live(plain: Decode, speculative: Decode, prompt: str, console: Console) -> 
     console.print(_panels(console, left, right))
     _, _, per_round, ratio = _columns([result])
     verdict = Text(result.verdict, style="bold green" if result.identical else "bold red")
-    console.print(f"speedup {ratio} · {per_round} tokens per round ·", verdict, end="\n\n")
+    console.print(f"speedup {ratio} · {per_round} tokens per round{about} ·", verdict, end="\n\n")
     return result
 
 
@@ -289,9 +318,19 @@ def _line(results: Sequence[Comparison]) -> str:
     return f"plain {plain} tokens/s, speculative {speculative} tokens/s, {per_round} tokens per round, speedup {ratio}"
 
 
-def _table(results: Sequence[Comparison]) -> Table:
+def _about(sampling: SamplingParams) -> str:
+    """The sampling setting in brackets; nothing for greedy decoding."""
+    return f" ({sampling.setting}, seed {sampling.seed})" if sampling.is_sampled else ""
+
+
+def _yes(results: Iterable[Comparison]) -> str:
+    return "yes" if all(result.identical for result in results) else "no"
+
+
+def _table(results: Sequence[Comparison], about: str) -> Table:
     def row(name: str, some: Sequence[Comparison]) -> tuple[Text | str, ...]:
-        return Text(" ".join(name.split())), *_columns(some), "yes" if all(r.identical for r in some) else "no"
+        return Text(" ".join(name.split())), *_columns(some), _yes(some)
 
     heads = ("prompt", "plain tokens/s", "speculative tokens/s", "tokens per round", "speedup", "identical")
-    return number_table(heads, [row(result.prompt, [result]) for result in results], foot=row("all", results))
+    rows = [row(result.prompt, [result]) for result in results]
+    return number_table(heads, rows, foot=row("all", results), title=about.strip() or None)

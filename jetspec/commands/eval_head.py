@@ -192,11 +192,11 @@ def _sampled_prompts(documents: Mapping[str, Sequence[Document]]) -> list[list[i
 
 def _check_choices(llm: LLM, settings: Evaluation, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Tokens per round of sampled text without and with the choice model, and the reliability of trees with it."""
-    from jetspec.train.choices import SETTINGS, decode_traced, describe
+    from jetspec.train.choices import SETTINGS, decode_traced
 
     results = {}
     for sampling in (SamplingParams(), *SETTINGS):
-        name, params = describe(sampling), replace(sampling, max_tokens=SAMPLED_TOKENS)
+        name, params = sampling.setting, replace(sampling, max_tokens=SAMPLED_TOKENS)
         note(f"decoding {len(prompts)} answers: {name}")
         rates = {}
         for uses in (False, True):
@@ -210,13 +210,13 @@ def _fit_choices(llm: LLM, prompts: Sequence[Sequence[int]], folder: Path) -> No
     """Fits the choice model to answers that the target samples."""
     from jetspec.models.choices import ChoiceFits
     from jetspec.models.draft_head import DraftHead
-    from jetspec.train.choices import SETTINGS, describe, fit_choices
+    from jetspec.train.choices import SETTINGS, fit_choices
 
     if not isinstance(llm.head, DraftHead):
         raise ValueError("choice models are fitted for heads that draft a block in one pass")
     plain, fits = llm.with_drafter("none"), []
     for sampling in SETTINGS:
-        note(f"sampling {len(prompts)} answers, then fitting: {describe(sampling)}")
+        note(f"sampling {len(prompts)} answers, then fitting: {sampling.setting}")
         params = [replace(sampling, seed=seed, max_tokens=SAMPLED_TOKENS) for seed in range(len(prompts))]
         answers = plain.generate(prompts, params, progress=True)
         texts = [([*prompt, *answer.token_ids], len(prompt)) for prompt, answer in zip(prompts, answers, strict=True)]

@@ -38,8 +38,9 @@ app = typer.Typer(add_completion=False)
 )
 @options(
     *("--model=model.name", "model.head", "model.drafter", "model.dtype", "model.device", "tree.budget", "tree.width"),
-    *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.presence_penalty"),
-    *("sampling.frequency_penalty", "sampling.seed", "sampling.max_tokens", "sampling.stop"),
+    *("sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p", "sampling.seed"),
+    *("sampling.max_tokens", "sampling.stop"),
+    hidden=("sampling.presence_penalty", "sampling.frequency_penalty"),
 )
 def generate(
     settings: Decoding,

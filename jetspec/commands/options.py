@@ -144,6 +144,8 @@ class Flag:
     path: str
     old_in: str | None = None
     """Section of the table of old names, for an option of an earlier release."""
+    is_hidden: bool = False
+    """The help leaves it out."""
 
     @property
     def slot(self) -> str:
@@ -163,24 +165,24 @@ def _flag_parameter(flag: Flag, setting: Setting) -> inspect.Parameter:
     if default not in (None, (), "") and "efault" not in text and section != "tree":
         text = f"{text} Default: {_shown(default)}."
     names = [f"{flag.name}/--no-{flag.name[2:]}" if hint is bool else flag.name, *SHORT.get(flag.name, ())]
-    panel, hidden = section.capitalize(), flag.old_in is not None
-    option = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel, hidden=hidden)
+    panel = section.capitalize()
+    option = typer.Option(*names, help=text, show_default=False, rich_help_panel=panel, hidden=flag.is_hidden)
     return _parameter(flag.slot, Annotated[hint | None, option], None)
 
 
-def options(*flags: str) -> Callable[[Command], Command]:
+def options(*flags: str, hidden: Sequence[str] = ()) -> Callable[[Command], Command]:
     """Gives a command a flag for each of these settings, and --set and --help-all for all of them.
 
     The parameter `settings` of the command is a dataclass whose fields are sections. With a parameter `given` it also
     gets the settings that the command line names. A flag is written `section.field`, or `--name=section.field` where it
-    is not called after the field.
+    is not called after the field. The help leaves out the `hidden` ones: --help-all lists their settings.
     """
 
     def decorate(command: Command) -> Command:
         hints = typing.get_type_hints(command, include_extras=True)
         root: Any = hints["settings"]
         known = {setting.path: setting for setting in all_settings(root())}
-        flagged = _flags(flags, known, command.__name__)
+        flagged = _flags((*flags, *hidden), hidden, known, command.__name__)
         own = [
             _parameter(name, hints[name], parameter.default)
             for name, parameter in inspect.signature(command).parameters.items()
@@ -244,17 +246,17 @@ def all_settings(settings: Any) -> list[Setting]:
     return [setting for setting in describe_settings(settings) if setting.path not in hidden]
 
 
-def _flags(flags: Sequence[str], known: Container[str], command: str) -> list[Flag]:
+def _flags(flags: Sequence[str], hidden: Sequence[str], known: Container[str], command: str) -> list[Flag]:
     """Flags of these settings, and hidden ones of an earlier release for other settings of the command."""
     found: dict[str, Flag] = {}
     for text in flags:
         name, _, path = text.rpartition("=")
         name = name or f"--{path.partition('.')[2].replace('_', '-')}"
-        found[name] = Flag(name, path)
+        found[name] = Flag(name, path, is_hidden=text in hidden)
     for section in (f"flag {command}", "flag"):
         for name, new in RENAMED.get(section, {}).items():
             if (path := new.removeprefix("--set ")) in known:
-                found.setdefault(name, Flag(name, path, section))
+                found.setdefault(name, Flag(name, path, section, is_hidden=True))
     return [*found.values()]
 
 

@@ -50,13 +50,6 @@ STEPS, PRIOR, LEAST_SCALE = 12, 1.0, 0.05
 """Newton steps, observations that the weights of `PROPOSAL` count for, and the least weight of a logit."""
 
 
-def describe(sampling: SamplingParams) -> str:
-    """Name of a sampling setting."""
-    usual, names = SamplingParams(), ("temperature", "top_p", "top_k", "min_p")
-    parts = [f"{n} {getattr(sampling, n):g}" for n in names if getattr(sampling, n) != getattr(usual, n)]
-    return ", ".join(parts) or "greedy"
-
-
 @torch.inference_mode()
 def fit_choices(
     target: Decoder, head: DraftHead, texts: Sequence[tuple[Sequence[int], int]], sampling: SamplingParams

@@ -88,6 +88,13 @@ def test_flags_and_set_reach_their_sections(fake: type[FakeLLM]) -> None:
     assert [made["dtype"] for made in fake.made] == ["auto", "float32"]
 
 
+def test_hidden_flags_work(fake: type[FakeLLM]) -> None:
+    run("generate", "Why?", "--presence-penalty", "0.5", "--frequency-penalty", "1")
+    assert fake.sampled == [SamplingParams(presence_penalty=0.5, frequency_penalty=1.0)]
+    assert "--presence-penalty" not in (shown := run("generate", "--help-all").stdout)
+    assert "sampling.presence_penalty" in shown
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

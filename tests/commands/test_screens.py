@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -88,6 +89,29 @@ def test_compare_json(fake: type[FakeLLM]) -> None:
     [result] = value["results"]
     assert set(result["plain"]) == set(result["speculative"]) == JSON_FIELDS
     assert result["plain"]["stats"]["rounds"] == 9 and result["speculative"]["stats"]["rounds"] == 3
+
+
+def test_compare_samples_with_one_seed_and_names_the_setting(fake: type[FakeLLM]) -> None:
+    """The warm-up samples too: its graphs are those of the setting."""
+    filters = ("--temperature", "0.7", "--top-p", "0.8", "--top-k", "20")
+    shown = run("compare", "Why?", "How?", *filters).stdout
+    drawn = SamplingParams(0.7, top_p=0.8, top_k=20)
+    assert {replace(p, seed=None, max_tokens=None, ignore_eos=False) for p in fake.sampled} == {drawn}
+    [seed] = {p.seed for p in fake.sampled}
+    assert seed is not None and [f"seed {seed}" in line for line in shown.splitlines() if "plain" in line] == [True] * 3
+    fake.sampled.clear()
+    value = json.loads(run("compare", "Why?", *filters, "--seed", "7", "--json").stdout)
+    assert {p.seed for p in fake.sampled} == {value["seed"]} == {7} and value["setting"] == drawn.setting
+
+
+def test_compare_samples_the_built_in_prompts_as_well(fake: type[FakeLLM]) -> None:
+    value = json.loads(run("compare", "--json", "--max-tokens", "6").stdout)
+    assert value["setting"] == "greedy" and value["seed"] is None
+    sampled = value["sampled"]
+    assert sampled["identical"] and len(sampled["results"]) == len(value["results"]) and sampled["seed"] is not None
+    assert {p.temperature > 0 for p in fake.sampled} == {False, True}
+    *_, line = run("compare").stdout.splitlines()
+    assert sampled["setting"] in line and "3.00 tokens per round" in line and "identical: yes" in line
 
 
 @pytest.mark.parametrize(
@@ -363,8 +387,10 @@ def test_head_auto_is_a_name(fake: type[FakeLLM]) -> None:
 
 
 @pytest.mark.model
-def test_default_model_decodes_alike_both_ways() -> None:
-    result = run("compare", "Say it three times: one two three four five six seven.", "--max-tokens", "24", "--json")
+@pytest.mark.parametrize("sampling", [[], ["--temperature", "0.7", "--top-p", "0.8", "--top-k", "20"]])
+def test_default_model_decodes_alike_both_ways(sampling: list[str]) -> None:
+    prompt = "Say it three times: one two three four five six seven."
+    result = run("compare", prompt, "--max-tokens", "24", *sampling, "--json")
     assert result.exit_code == 0
     value = json.loads(result.stdout)
     [comparison] = value["results"]
