@@ -202,10 +202,14 @@ def compare_sides(
     `about` is shown beside the figures."""
     if console is None:
         return [_quietly(plain, speculative, prompt) for prompt in prompts]
-    show = _live if console.is_terminal else _in_lines
-    results = [show(plain, speculative, prompt, console, about) for prompt in prompts]
-    if len(results) > 1:
-        console.print(_table(results, about) if console.is_terminal else f"all prompts{about}: {_line(results)}")
+    if not console.is_terminal:
+        results = [_in_lines(plain, speculative, prompt, console, about) for prompt in prompts]
+        last_line: RenderableType = f"all prompts{about}: {_line(results)}"
+    else:
+        results = [_live(plain, speculative, prompt, console) for prompt in prompts]
+        last_line = _table(results, about)
+    if len(results) > 1 or (about and console.is_terminal):
+        console.print(last_line)
     return results
 
 
@@ -223,7 +227,7 @@ def _in_lines(plain: Decode, speculative: Decode, prompt: str, console: Console,
     return result
 
 
-def _live(plain: Decode, speculative: Decode, prompt: str, console: Console, about: str) -> Comparison:
+def _live(plain: Decode, speculative: Decode, prompt: str, console: Console) -> Comparison:
     from rich.live import Live
 
     console.print(Rule(Text(prompt, style="bold", no_wrap=True, overflow="ellipsis"), align="left", style="dim"))
@@ -244,7 +248,7 @@ def _live(plain: Decode, speculative: Decode, prompt: str, console: Console, abo
     console.print(_panels(console, left, right))
     _, _, per_round, ratio = _columns([result])
     verdict = Text(result.verdict, style="bold green" if result.identical else "bold red")
-    console.print(f"speedup {ratio} · {per_round} tokens per round{about} ·", verdict, end="\n\n")
+    console.print(f"speedup {ratio} · {per_round} tokens per round ·", verdict, end="\n\n")
     return result
 
 

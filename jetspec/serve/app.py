@@ -239,7 +239,7 @@ class Server:
         """Release a request and complete its log line."""
         handle.close()
         fields["answers"] = f"{len(response.completions)} of {handle.job.num_completions}"
-        fields["prompt_tokens"] = handle.job.prompt_tokens
+        fields["prompt_tokens"], fields["sampling"] = handle.job.prompt_tokens, handle.job.sampling.setting
         fields["completion_tokens"], fields["rounds"] = handle.num_tokens, handle.num_rounds
         if self.config.log_text:
             fields["answered"] = [done.text for done in response.completions.values()]

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
@@ -26,7 +27,7 @@ BETWEEN_TOKENS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5
 REQUEST_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
 WINDOW_S = 10.0
 """Time over which rates are averaged."""
-M = TypeVar("M", Counter, Gauge, Histogram)
+M = TypeVar("M", Counter, Gauge, Histogram, Summary)
 COMPLETION_ROUTES = ("/v1/chat/completions", "/v1/completions")
 
 
@@ -55,7 +56,8 @@ class Metrics:
     """Metrics of one server. The engine's thread calls `on_admission` and `on_update`, the event loop the rest."""
 
     def __init__(self, engine: Engine, model_name: str) -> None:
-        disable_created_metrics()  # their names begin like those of the counters, and readers would add them up
+        # Names of creation times begin like those of the counters, and readers would add them up.
+        prometheus_client.disable_created_metrics()
         self.registry = CollectorRegistry()
         self._model = {"model_name": model_name}
         self._recent: deque[tuple[float, int]] = deque()
@@ -73,6 +75,8 @@ class Metrics:
         per_position = "vllm:spec_decode_num_accepted_tokens_per_pos"
         self._accepted_at = make(Counter, per_position, "Draft tokens accepted, by position in the draft.", "position")
         self._rounds = make(Counter, "jetspec:rounds", "Rounds, counted per completion.")
+        per_round = make(Summary, "jetspec:round_tokens", "Tokens committed per round.", "sampled")
+        self._per_round = {is_sampled: per_round.labels("yes" if is_sampled else "no") for is_sampled in (False, True)}
         lengths = [*range(16), 31, 63, 255]
         self._lengths = make(Histogram, "jetspec:accepted_length", "Draft tokens accepted per round.", buckets=lengths)
         first, between = "vllm:time_to_first_token_seconds", "vllm:inter_token_latency_seconds"
@@ -106,7 +110,7 @@ class Metrics:
     def on_admission(self, prompt_tokens: int) -> None:
         self._prompt_tokens.inc(prompt_tokens)
 
-    def on_update(self, update: Update, waited_s: float, is_first: bool) -> None:
+    def on_update(self, update: Update, waited_s: float, is_first: bool, is_sampled: bool) -> None:
         """`waited_s` is the time since the previous update of the completion, or since the request arrived."""
         num, now = len(update.token_ids), time.monotonic()
         self._recent.append((now, num))
@@ -114,6 +118,7 @@ class Metrics:
             self._recent.popleft()
         self._tokens.inc(num)
         self._rounds.inc()
+        self._per_round[is_sampled].observe(num)
         self._lengths.observe(update.accepted)
         if update.drafted:
             self._drafts.inc()
@@ -147,4 +152,4 @@ class Metrics:
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return prometheus_client.generate_latest(self.registry)

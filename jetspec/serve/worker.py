@@ -285,7 +285,8 @@ class EngineThread:
         messages: dict[RequestHandle, list[tuple[int, Update]]] = {}
         for update in updates:
             sink = self._sinks[update.request_id]
-            self.metrics.on_update(update, now - sink.last_s, sink.is_first)
+            is_sampled = sink.handle.job.sampling.is_sampled
+            self.metrics.on_update(update, now - sink.last_s, sink.is_first, is_sampled)
             sink.last_s, sink.is_first = now, False
             messages.setdefault(sink.handle, []).append((sink.index, update))
             if update.completion:

@@ -128,8 +128,8 @@ def test_greedy_texts_must_be_equal_in_float32(
         assert run(*command, "Why?", "--drafter", "none").exit_code == 2, "plain against plain"
 
 
-@pytest.mark.parametrize("width", [30, 100])
-def test_compare_live(width: int) -> None:
+@pytest.mark.parametrize(("width", "about"), [(30, ""), (100, ""), (100, " (temperature 1, seed 3)")])
+def test_compare_live(width: int, about: str) -> None:
     """Rows fit the terminal, those of panels with two columns for an echoed ^C; two panels a row where they fit."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=20, color_system=None)
@@ -139,13 +139,14 @@ def test_compare_live(width: int) -> None:
         lambda prompt: speculative.stream(prompt, SamplingParams()),
         ["Why?", "How [not]?"],
         console,
+        about,
     )
     assert [r.identical for r in results] == [True, True]
     screen = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", file.getvalue()).replace("\r", "\n")
     assert max(map(len, screen.splitlines())) <= width
     assert max(len(line) for line in screen.splitlines() if line.startswith("│")) <= width - 2
     assert any(line.count("╭") == (2 if width == 100 else 1) for line in screen.splitlines())
-    assert "identical: yes" in " ".join(screen.split()) and "How [not]?" in screen
+    assert "identical: yes" in " ".join(screen.split()) and "How [not]?" in screen and about in screen
 
 
 # -- bench

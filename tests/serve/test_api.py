@@ -329,6 +329,22 @@ def test_metrics_show_how_sampled_text_is_drafted() -> None:
     assert [found[depth, "noise"].value for depth in "12"] == [0.5, 0.5] and len(found) == 6
 
 
+def test_metrics_tell_sampled_from_greedy_rounds(live: Live) -> None:
+    def read() -> dict[tuple[str, str], float]:
+        families = text_string_to_metric_families(httpx.get(f"{live.url}/metrics").text)
+        [family] = [family for family in families if family.name == "jetspec:round_tokens"]
+        return {(s.labels["sampled"], s.name.rpartition("_")[2]): s.value for s in family.samples}
+
+    before = read()
+    usage = {
+        kind: live.post(prompt="ab", max_tokens=length, temperature=temperature).json()["usage"]
+        for kind, length, temperature in (("no", 20, 0), ("yes", 30, 0.7))
+    }
+    gained = {key: value - before[key] for key, value in read().items()}
+    for kind, used in usage.items():
+        assert gained[kind, "count"] == used["jetspec"]["rounds"] and gained[kind, "sum"] == used["completion_tokens"]
+
+
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_metrics_count_tokens_rounds_and_drafts(live: Live, is_cut: bool) -> None:
     """Accepted draft tokens count even if the completion ends before the end of the path."""

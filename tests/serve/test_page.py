@@ -128,6 +128,7 @@ def test_answer_streams_with_a_shade_per_round(open_page: Open, alone: LLM, size
     ask(page)
     own = own_answer(alone)
     expect(page.locator(".sum")).to_contain_text(f"{len(own.token_ids)} tokens in {own.stats.rounds} rounds")
+    expect(page.locator(".sum")).to_contain_text(f"{own.stats.tokens_per_round:.2f} tokens per round, greedy")
     assert text_of(page, ".answer") == own.text
     assert page.evaluate("window.lengths.size") > 3, "the text came in one piece"
     assert {page.locator(f".answer .shade-{n}").count() > 0 for n in range(3)} == {True}
@@ -177,6 +178,7 @@ def test_requests_of_a_race_differ_in_tree_and_salt_only(open_page: Open) -> Non
     page.get_by_label("Your message").fill(PROMPT)
     page.get_by_role("button", name="Race").click()
     expect(page.locator(".verdict")).to_contain_text("identical texts")
+    expect(page.locator(".verdict")).to_contain_text("temperature 0.8")
     plain, jetspec = requests
     assert plain.pop("jetspec")["budget"] == 1 < jetspec.pop("jetspec")["budget"]
     assert plain.pop("cache_salt") != jetspec.pop("cache_salt")

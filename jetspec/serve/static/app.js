@@ -34,8 +34,9 @@ async function chat(turn, signal) {
     keepEndInView();
   };
   try {
+    const setting = samplingSetting();
     const { finish, seconds } = await decode(requestBody(), signal, take);
-    turn.querySelector(".sum").textContent = summary(answer, seconds, finish);
+    turn.querySelector(".sum").textContent = summary(answer, setting, seconds, finish);
   } catch (error) {
     if (error.name !== "AbortError") throw error;
     turn.querySelector(".sum").textContent = "stopped";
@@ -53,7 +54,8 @@ function race(turn, signal) {
       keepEndInView();
     });
   };
-  return runRace(turn, { start, length: Number(at("length").value), signal, instruments });
+  const [length, setting] = [Number(at("length").value), samplingSetting()];
+  return runRace(turn, { start, length, setting, signal, instruments });
 }
 
 /** Run `job` on the prompt in the text box. After an error the prompt is put back. */
@@ -86,9 +88,17 @@ async function submit(template, job) {
   }
 }
 
-function summary(answer, seconds, finish) {
+/** Sampled text takes more rounds than greedy text, so figures name what they are of. */
+function samplingSetting() {
+  const temperature = Number(at("temperature").value);
+  return temperature ? `sampled at temperature ${temperature}` : "greedy";
+}
+
+function summary(answer, setting, seconds, finish) {
   const { tokens, rounds } = answer;
-  const facts = [`${tokens} tokens in ${rounds.length} rounds`, `${seconds.toFixed(1)} s`];
+  const perRound = rounds.length ? (tokens / rounds.length).toFixed(2) : "–";
+  const counts = `${tokens} tokens in ${rounds.length} rounds`;
+  const facts = [counts, `${perRound} tokens per round, ${setting}`, `${seconds.toFixed(1)} s`];
   if (finish === "length") facts.push("cut at the length limit");
   return facts.join(" · ");
 }

@@ -78,7 +78,7 @@ class Lane {
 }
 
 /** `start(tree, take)` sends the request; `tree` overrides the tree settings. Returns the text of the second answer. */
-export async function runRace(turn, { start, length, signal, instruments }) {
+export async function runRace(turn, { start, length, setting, signal, instruments }) {
   const stage = turn.querySelector(".stage");
   const plain = new Lane(turn.querySelector(".plain"));
   const jetspec = new Lane(turn.querySelector(".jetspec"));
@@ -95,11 +95,11 @@ export async function runRace(turn, { start, length, signal, instruments }) {
   instruments.follow(jetspec.answer);
   await jetspec.run((take) => start({}, take), numTokens, grown);
   await replayed;
-  showVerdict(turn.querySelector(".verdict"), plain, jetspec);
+  showVerdict(turn.querySelector(".verdict"), plain, jetspec, setting);
   return jetspec.text;
 }
 
-function showVerdict(verdict, plain, jetspec) {
+function showVerdict(verdict, plain, jetspec, setting) {
   const place = firstDifference(plain.text, jetspec.text);
   const ratio = plain.seconds / jetspec.seconds;
   const speed = document.createElement("strong");
@@ -107,7 +107,7 @@ function showVerdict(verdict, plain, jetspec) {
   const same = document.createElement("span");
   same.className = "same";
   same.textContent = place < 0 ? "identical texts" : `texts differ from character ${place + 1} on`;
-  const rounds = ` in ${jetspec.answer.rounds.length} rounds instead of ${plain.answer.rounds.length} `;
+  const rounds = ` in ${jetspec.answer.rounds.length} rounds instead of ${plain.answer.rounds.length}, ${setting}: `;
   verdict.dataset.identical = String(place < 0);
   verdict.replaceChildren(speed, rounds, same);
 }
