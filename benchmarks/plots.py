@@ -17,6 +17,7 @@ from benchmarks.cells import sum_columns
 from benchmarks.estimate import Estimate
 from benchmarks.results import Record, Result, Run
 from benchmarks.tables import Field, at_best, by_budget, by_key, by_method, on_all_tasks, over_tasks
+from jetspec.commands.eval_head import draw_reliability
 from jetspec.files import write_whole
 
 if TYPE_CHECKING:
@@ -345,6 +346,21 @@ def gap_histogram(painter: Painter, heads: Iterable[Run]) -> list[str]:
     )
     return [painter.plot("rank1_gap", "Rank-1 gap", caption, draw)]
 
+
+def reliability_plots(painter: Painter, heads: Iterable[Run]) -> list[str]:
+    """Probabilities of draft trees of sampled text against what the target chose, by head and sampling setting."""
+    return [
+        painter.plot(f"choices_{head.name}_{name}", f"{head.name}, {name}: predicted and chosen", CHOICES, draw)
+        for head in heads
+        for name, row in (head.record.get("sampled") or {}).items()
+        for draw in (partial(draw_reliability, row["reliability"]),)
+    ]
+
+
+CHOICES = (
+    "Share of nodes below accepted ones that the target chose, against their mean probability, by decile and depth. "
+    "Points grow with the number of nodes; on the diagonal the probabilities hold."
+)
 
 # -- pages
 

@@ -16,7 +16,15 @@ from benchmarks.document import folded, make_table, to_html
 from benchmarks.estimate import how_many
 from benchmarks.options import Output, examples
 from benchmarks.paper import find_pairs, missing_rows, paper_costs, run_differences, setting_differences
-from benchmarks.plots import PLOTS, Painter, batch_plots, gap_histogram, has_matplotlib, setting_plots
+from benchmarks.plots import (
+    PLOTS,
+    Painter,
+    batch_plots,
+    gap_histogram,
+    has_matplotlib,
+    reliability_plots,
+    setting_plots,
+)
 from benchmarks.results import Record, Run, read_inputs
 from benchmarks.tables import Form
 from jetspec.commands.screen import err, working
@@ -222,6 +230,7 @@ def _heads(heads: Sequence[Run], painter: Painter | None) -> Iterator[str]:
         yield tables.head_table(head)
     if painter is not None:
         yield from gap_histogram(painter, heads)
+        yield from reliability_plots(painter, heads)
 
 
 def _origin(inputs: Sequence[Run]) -> Iterator[str]:

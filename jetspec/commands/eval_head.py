@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,11 +16,13 @@ from rich.table import Table
 from jetspec.commands.options import AsJson, ModelConfig, check_model, examples, load_llm, options
 from jetspec.commands.screen import note, number_table, out, write_json
 from jetspec.config import EngineConfig, TreeConfig
-from jetspec.files import check_writable
+from jetspec.files import check_writable, install_hint
 from jetspec.settings import at_least
 from jetspec.types import SamplingParams
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from jetspec.data.answers import Decoded
     from jetspec.data.corpus import Document
     from jetspec.engine.llm import LLM
@@ -51,7 +54,8 @@ class EvalOptions:
     """Decode as well, in addition to scoring the target's text."""
     choices: Choices = "skip"
     """Sampled text: `check` decodes it with and without the choice model and compares the probabilities of the trees
-    with what the target chose; `fit` first fits the model to sampled answers and stores it in the head's folder."""
+    with what the target chose, as tables and with --out as a picture; `fit` first fits the model to sampled answers
+    and stores it in the head's folder."""
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens"):
@@ -80,6 +84,7 @@ class Evaluation:
     epilog=examples(
         "jetspec eval-head --head heads/mine --data-dir data/eval --tasks gsm8k,mbpp --out results/mine.json",
         "jetspec eval-head --head heads/mine --data-dir data/eval --limit 10 --budgets chain,64 --no-real --json",
+        "jetspec eval-head --head heads/mine --data-dir data/eval --choices check --out results/mine.json",
     ),
 )
 @options(
@@ -93,7 +98,11 @@ def eval_head_command(
     ],
     out_file: Annotated[
         Path | None,
-        typer.Option("--out", help="Write a record; answers are kept beside it for other heads.", metavar="FILE"),
+        typer.Option(
+            "--out",
+            help="Write a record; answers are kept beside it for other heads, and so is the picture of --choices.",
+            metavar="FILE",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -133,6 +142,8 @@ def eval_head_command(
     write_json(results) if as_json else _show(results, HeadScore.join(list(scores.values())))
     if out_file is not None:
         write_record(out_file, results)
+        if sampled:
+            _draw(sampled, out_file.with_name(f"{out_file.stem}_choices.svg"))
 
 
 def _answers(llm: LLM, asked: EvalOptions, files: Mapping[str, Path], cache: Path | None) -> dict[str, list[Document]]:
@@ -295,17 +306,49 @@ def _table(title: str, values: PerTask, form: str) -> Table:
 
 def _reliability(name: str, found: Mapping[str, Any]) -> Table:
     """Predicted and true share of chosen nodes, by decile of the prediction and depth."""
-    firsts, tables = found["first_depths"], [found[key] for key in ("count_G10", "predicted_G10", "taken_G10")]
-    groups = [f"depth {a}" if b == a + 1 else f"{a} to {b - 1}" for a, b in pairwise(firsts)] + [f"{firsts[-1]} up"]
-    cells = [
-        [f"{p / n:.2f} {t / n:.2f}" if n else "-" for n, p, t in zip(*columns, strict=True)]
-        for columns in zip(*tables, strict=True)
-    ]
+    groups = _groups(found)
+    cells = [[f"{p / n:.2f} {t / n:.2f}" if n else "-" for n, p, t in deciles] for deciles in groups.values()]
     rows = [
         (f"{decile / 10:.1f} to {(decile + 1) / 10:.1f}", *column)
         for decile, column in enumerate(zip(*cells, strict=True))
     ]
     return number_table(("probability", *groups), rows, title=f"{name}: predicted and chosen", title_justify="left")
+
+
+def _groups(found: Mapping[str, Any]) -> dict[str, list[tuple[float, float, float]]]:
+    """Number of nodes, sum of their probabilities, and number of chosen ones in each decile, by group of depths."""
+    firsts, tables = found["first_depths"], [found[key] for key in ("count_G10", "predicted_G10", "taken_G10")]
+    names = [f"depth {a}" if b == a + 1 else f"{a} to {b - 1}" for a, b in pairwise(firsts)] + [f"{firsts[-1]} up"]
+    return {name: list(zip(*rows, strict=True)) for name, *rows in zip(names, *tables, strict=True)}
+
+
+def draw_reliability(found: Mapping[str, Any], axes: Axes) -> None:
+    """Chosen against predicted share, a line per group of depths; points grow with the number of their nodes."""
+    axes.axline((0, 0), slope=1, color="0.5", linewidth=0.8)
+    for name, deciles in _groups(found).items():
+        points = [(p / n, t / n, 60 * math.log10(1 + n) / 4) for n, p, t in deciles if n]
+        predicted, chosen, sizes = zip(*points, strict=True) if points else ((), (), ())
+        (line,) = axes.plot(predicted, chosen, linewidth=0.8)
+        axes.scatter(predicted, chosen, sizes, color=line.get_color(), label=name)
+    axes.set(xlabel="predicted", ylabel="chosen", xlim=(0, 1), ylim=(0, 1), aspect="equal")
+
+
+def _draw(sampled: Mapping[str, Any], path: Path) -> None:
+    """Writes a picture with a panel per sampling setting."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        note(f"matplotlib is not installed, so there is no picture: {install_hint('bench')}")
+        return
+    columns = min(3, len(sampled))
+    rows = math.ceil(len(sampled) / columns)
+    figure = Figure(figsize=(4 * columns, 4 * rows), layout="constrained")
+    for number, (name, row) in enumerate(sampled.items(), 1):
+        axes = figure.add_subplot(rows, columns, number, title=name)
+        draw_reliability(row["reliability"], axes)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=5)
+    figure.savefig(path)
+    note(f"predicted and chosen, as a picture: {path}")
 
 
 def _label(budget: str) -> str:

@@ -15,6 +15,7 @@ import torch
 from benchmarks.estimate import Estimate, to_record
 from benchmarks.recipe import KINDS, BenchConfig, Cell, MethodConfig
 from benchmarks.results import Result
+from jetspec.train.choices import Reliability
 from jetspec.train.evaluate import HeadScore
 
 DEPTH = 15
@@ -156,6 +157,7 @@ def make_head_record(path: Path, mean_gap: float = 4.0) -> Path:
         "tokens_per_round": {"gsm8k": trees, "mbpp": trees},
         "mean": trees,
         "details": {"gsm8k": task, "mbpp": task},
+        "sampled": {"temperature 1": {"without": 2.0, "with": 3.0, "reliability": Reliability.of([]).to_dict()}},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record))

@@ -82,6 +82,7 @@ def test_all_kinds_of_plots_are_drawn_and_follow_the_screen(written: Path) -> No
     for kind in ("speedup_t0_b1", "rounds_t0_b1", "speedup_budget_t0_b8", "acceptance", "equation1", "equation2"):
         assert any(name.startswith(kind) for name in pictures)
     assert {"speedup_batch_t0_ngram", "speedup_batch_t0_jetspec", "rank1_gap"} <= set(pictures)
+    assert "choices_causal_temperature_1" in pictures
     for svg in pictures.values():
         ElementTree.fromstring(svg)
         assert "currentColor" in svg and plots.INK not in svg and "prefers-color-scheme" in svg

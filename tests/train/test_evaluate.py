@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from jetspec.commands.app import app
+from jetspec.commands.eval_head import _draw, draw_reliability
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.data.answers import Answerer, decode
 from jetspec.data.corpus import Document, PackedData, answer_spans
@@ -28,11 +32,11 @@ from jetspec.models.draft_head import DraftHead
 from jetspec.models.heads import Head
 from jetspec.train import evaluate
 from jetspec.train.blocks import choose_anchors, document_mask, lay_out
-from jetspec.train.choices import SETTINGS
+from jetspec.train.choices import SETTINGS, Reliability
 from jetspec.train.config import LossConfig
 from jetspec.train.evaluate import ABSENT, BEYOND, HeadScore, make_trees, score_head
 from jetspec.train.loss import HeadWithLoss
-from jetspec.types import Completion, SamplingParams
+from jetspec.types import Completion, RoundTrace, SamplingParams
 from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny_eagle3, tiny_head, tiny_peagle
 from tests.models.paged import run_decoder
 from tests.train.test_blocks import decoded_states
@@ -338,7 +342,26 @@ def test_choice_model_is_fitted_stored_and_compared(
         )
         assert count.sum() > 0 and (predicted <= count).all() and (taken <= count).all()
         assert (predicted >= count * np.arange(10) / 10 - 1e-6).all(), "each node is in the decile of its probability"
-    assert "predicted and chosen" in command(data_dir, "--head", str(folder), *words, "check").stdout
+    record = tmp_path / "record.json"
+    shown = command(data_dir, "--head", str(folder), *words, "check", "--out", str(record)).stdout
+    assert "predicted and chosen" in shown
+    assert sampled.keys() == json.loads(record.read_text())["sampled"].keys()
+    if importlib.util.find_spec("matplotlib"):
+        ElementTree.parse(tmp_path / "record_choices.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    _draw(sampled, tmp_path / "none.svg")
+    assert not (tmp_path / "none.svg").exists(), "nothing is drawn without the package"
+
+
+def test_picture_holds_the_numbers_of_the_record() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    trace = RoundTrace([0, 1, 2, 3], [0, 0, 0, 1], [0.0, math.log(0.75), math.log(0.25), math.log(0.375)], [0, 1, 3], 4)
+    traces = [trace, replace(trace, path=[0, 1]), replace(trace, path=[0])]
+    axes = figure.subplots()
+    draw_reliability(Reliability.of(traces).to_dict(), axes)
+    first, second, *others = [line.get_xydata() for line in axes.lines[1:]]
+    assert np.allclose(first, [(0.25, 0), (0.75, 2 / 3)]) and np.allclose(second, [(0.5, 0.5)])
+    assert not any(map(len, others)) and 2 + len(others) == len(axes.get_legend_handles_labels()[1])
 
 
 def test_questions_of_all_tasks_are_checked_first(data_dir: Path) -> None:
