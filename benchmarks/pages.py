@@ -29,6 +29,7 @@ from benchmarks.tables import glance_table, groups_of
 from benchmarks.training import TREE_BUDGETS, VARIANTS
 from jetspec.files import read_text, write_whole
 from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.types import SamplingParams
 
 STAGES = ("draft", "build", "verify", "accept", "commit")
 PLAIN = 1
@@ -207,6 +208,38 @@ def strict_table(record: Record) -> str:
     del columns["tokens/s"], columns["over plain"]
     results = record["results"].items()
     return table(({**with_gaps(result, result), "dtype": dtype} for dtype, result in results), columns)
+
+
+SAMPLING = {
+    "dtype": "{dtype}",
+    "sampling": "{setting}",
+    "budget": "{budget}",
+    "tokens per round, without": "{without[tokens_per_round]:.2f}",
+    "with": "{tokens_per_round:.2f}",
+    "plain: tokens/s": "{plain_tokens_per_s:,.0f}",
+    "trees: tokens/s, without": "{without[tokens_per_s]:,.0f}",
+    "with the choice model": "{tokens_per_s:,.0f}",
+    "over plain": "{speedup:.2f}",
+    "same texts": "{same_text} of {total}",
+}
+GAIN = """{speedup:.2f} times as fast at {setting} ({tokens_per_round:.2f} tokens per round,
+{without[tokens_per_round]:.2f} without the noise)"""
+
+
+def sampled_rows(record: Record) -> list[dict[str, Any]]:
+    """Trees drafted with the choice model by setting and budget, each with those drafted `without` it."""
+    rows = [{**row, "dtype": dtype} for dtype, result in record["results"].items() for row in result["rows"]]
+    found = {(row["dtype"], row["setting"], row["budget"]): row for row in rows if not row["choice_model"]}
+    return [{**r, "without": found[r["dtype"], r["setting"], r["budget"]]} for r in rows if r["choice_model"]]
+
+
+def sampled_speeds(record: Record) -> str:
+    """Settings of sampled text with the least and the greatest gain, at the size of tree that is fastest over all."""
+    rows = [row for row in sampled_rows(record) if row["setting"] != SamplingParams().setting]
+    best = max((row["budget"] for row in rows), key=lambda b: sum(r["speedup"] for r in rows if r["budget"] == b))
+    own = sorted((row for row in rows if row["budget"] == best), key=lambda row: row["speedup"])
+    least, most = (GAIN.format(**row) for row in (own[0], own[-1]))
+    return textwrap.fill(f"Sampled text, trees of {best} that know the noise of the choice: {least} to {most}.", LINE)
 
 
 def soak_table(record: Record) -> str:
@@ -498,7 +531,10 @@ def benchmark(docs: Path, mark: str) -> str | None:
 
 
 PAGES: Mapping[str, Mapping[str, Maker]] = {
-    "README.md": {"engine_speed": of_record(best_table)},
+    "README.md": {
+        "engine_speed": of_record(best_table),
+        "sampling": of_record(sampled_speeds, has_origin=False),
+    },
     "docs/results/methods.md": {
         **dict.fromkeys(("bench_smollm2", "bench_qwen25_coder", "bench_quick"), benchmark),
         **dict.fromkeys(("tree_settings", "tree_settings_wide"), tree_tables),
@@ -512,6 +548,7 @@ PAGES: Mapping[str, Mapping[str, Maker]] = {
         "engine_strict": of_record(strict_table),
         "engine_soak": of_record(soak_table),
     },
+    "docs/results/sampling.md": {"sampling": of_record(lambda record: table(sampled_rows(record), SAMPLING, 2))},
     "docs/results/training.md": {
         "head": of_record(decoded, "head_smollm2", has_origin=False),
         "regenerate_smollm2_h200": of_record(lambda record: table(record["runs"], ANSWERS)),

@@ -54,7 +54,7 @@ DEMO_PROMPTS = (
 """Built-in prompts: code, arithmetic and prose."""
 
 USUAL: Mapping[str, Any] = {"temperature": 0.7, "top_p": 0.8, "top_k": 20}
-SAMPLED_TOKENS = 32
+SAMPLED_TOKENS = 24
 """Sampling setting of the built-in prompts beside greedy decoding, and most tokens of such an answer."""
 
 NARROW = 72

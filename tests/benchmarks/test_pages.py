@@ -117,5 +117,23 @@ def test_the_best_tree_is_the_fastest_over_all_sets(root: Path) -> None:
     assert "trees of 64" in text and [row[-1] for row in cells(text)[2:]] == ["2.50", "2.75"]
 
 
+def test_sampled_text_is_shown_with_and_without_the_choice_model(root: Path) -> None:
+    """The README has the extremes of the sampled settings at the size that is fastest over all of them."""
+    speeds = {("greedy", 8): 9.0, ("warm", 8): 1.75, ("hot", 8): 1.25, ("warm", 16): 1.5, ("hot", 16): 1.75}
+    rows = [
+        {"setting": setting, "budget": budget, "choice_model": uses, "tokens_per_round": 2 + uses, "tokens_per_s": 50}
+        | {"plain_tokens_per_s": 25, "speedup": speed if uses else 1, "same_text": 3, "total": 4}
+        for (setting, budget), speed in speeds.items()
+        for uses in (True, False)
+    ]
+    record = {"results": {"bfloat16": {"rows": rows}}}
+    shown = cells(make(root, "sampling", record, "docs/results/sampling.md"))[2:]
+    assert [(row[1], int(row[2]), float(row[-2])) for row in shown] == [(*key, speed) for key, speed in speeds.items()]
+    assert all(row[3:5] == ["2.00", "3.00"] and row[-1] == "3 of 4" for row in shown)
+    said = " ".join(make(root, "sampling", record, "README.md").split())
+    places = [said.index(word) for word in ("trees of 16", "1.50", "warm", "1.75", "hot")]
+    assert places == sorted(places) and "greedy" not in said
+
+
 def test_every_variant_is_compared() -> None:
     assert {name for names in pages.COMPARISONS.values() for name in names} == set(VARIANTS)
