@@ -88,9 +88,9 @@ def compare(
 ) -> None:
     """Decode plainly and speculatively, side by side.
 
-    Shows both speeds and whether the texts are identical. With a temperature both sides sample with one seed, which is
-    shown; the built-in prompts are sampled after greedy decoding as well. Exit status 1: texts differ, greedy in
-    float32.
+    Shows both speeds and whether the texts are identical. Exit status 1: they differ, greedy in float32.
+
+    With --temperature both sides sample with one seed, which is shown. The built-in prompts are also sampled.
     """
     texts = tuple(map(check_prompt, prompts or ())) or DEMO_PROMPTS
     llm = load_llm(settings.model, settings.engine, given.get("tree"))

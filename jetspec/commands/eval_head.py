@@ -326,7 +326,7 @@ def draw_reliability(found: Mapping[str, Any], axes: Axes) -> None:
     """Chosen against predicted share, a line per group of depths; points grow with the number of their nodes."""
     axes.axline((0, 0), slope=1, color="0.5", linewidth=0.8)
     for name, deciles in _groups(found).items():
-        points = [(p / n, t / n, 60 * math.log10(1 + n) / 4) for n, p, t in deciles if n]
+        points = [(p / n, t / n, min(4 + math.sqrt(n), 120)) for n, p, t in deciles if n]
         predicted, chosen, sizes = zip(*points, strict=True) if points else ((), (), ())
         (line,) = axes.plot(predicted, chosen, linewidth=0.8)
         axes.scatter(predicted, chosen, sizes, color=line.get_color(), label=name)
