@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from torch import Tensor
 
 from jetspec.config import EngineConfig, TreeConfig
 from jetspec.engine.choices import SPARE, STEP_ROUNDS, ChoiceTable
+from jetspec.engine.llm import LLM
 from jetspec.models.choices import CHOICES_FILE, ChoiceFits, Fit, Weights
-from jetspec.models.draft_head import with_filters
+from jetspec.models.draft_head import DraftHead, with_filters
 from jetspec.ops import topk_logprob
 from jetspec.ops.noise import gumbel
 from jetspec.train.evaluate import whole
@@ -190,3 +192,33 @@ def test_fits_are_kept_in_the_folder_of_a_head(tmp_path: Path) -> None:
     (tmp_path / CHOICES_FILE).write_text('{"fits": [{"temperature": 1, "depth": []}]}')
     with pytest.raises(ValueError, match=CHOICES_FILE):
         ChoiceFits.read(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.model
+def test_seeded_texts_of_the_default_model_do_not_depend_on_drafts() -> None:
+    """200 prompts in four settings; drafter, budget and weights are drawn for each 20 of them, absurd ones included."""
+    draw = random.Random(0)
+    things = ("rain", "bread", "a bicycle", "the moon", "chess", "a river", "glass", "an old map")
+    asked = [
+        f"{draw.choice(('Explain', 'Describe', 'Praise'))} {draw.choice(things)} in {n} words." for n in range(200)
+    ]
+    plain = LLM(drafter="none", dtype="float32", engine=EngineConfig(max_batch=20, max_len=512))
+    prompts = [plain.tokenizer.encode_chat([{"role": "user", "content": text}]) for text in asked]
+    unfiltered = SamplingParams(1.0, max_tokens=48)
+    settings = [unfiltered, replace(unfiltered, temperature=0.7), replace(unfiltered, min_p=0.1)]
+    settings.append(replace(unfiltered, temperature=0.7, top_p=0.8, top_k=20))
+    fast = LLM(dtype="float32", engine=plain.config)
+    assert isinstance(fast.head, DraftHead)
+    for first in range(0, len(prompts), 20):
+        depths = [
+            Weights(draw.choice((0.05, 0.8, 1.2, 30.0)), draw.uniform(-5, 5), draw.uniform(-3, 3)) for _ in range(15)
+        ]
+        fast.head.choices = ChoiceFits((Fit(1.0, depths=tuple(depths)), Fit(1.0, 0.8, 20, depths=tuple(depths[::-1]))))
+        tree = TreeConfig(budget=draw.randint(16, 128), width=draw.randint(1, 8), ngrams=draw.random() < 0.5)
+        drafting = fast.with_drafter(draw.choice(("head", "head", "ngram")), tree)
+        some = prompts[first : first + 20]
+        for sampling in settings:
+            params = [replace(sampling, seed=first + i) for i in range(len(some))]
+            expected, found = plain.generate(some, params), drafting.generate(some, params)
+            assert [c.token_ids for c in found] == [c.token_ids for c in expected]
