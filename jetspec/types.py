@@ -316,6 +316,8 @@ class Request:
     """Its only update is the last one, without text."""
     cache_salt: str = ""
     """Requests share cached pages only when they have the same salt."""
+    tenant: str = ""
+    """User whose requests together have one share of the engine."""
     constraint: Constraint | None = None
     """State of its grammar."""
     prefix_leader: Request | None = None

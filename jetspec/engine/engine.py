@@ -112,11 +112,12 @@ class Engine:
         trace: bool = False,
         quiet: bool = False,
         cache_salt: str = "",
+        tenant: str = "",
     ) -> int:
         """Queues a prompt. Returns the request id that its updates carry. A quiet request gets only its last update.
 
         `limits` cut its trees after drafting, so they save time only in a batch where every budget is 1. Prompts share
-        cached pages only within a `cache_salt`.
+        cached pages only within a `cache_salt`. Tenants have equal shares of the rows.
         """
         self._check(tokens, sampling)
         seed = random.getrandbits(63) if sampling.seed is None else sampling.seed
@@ -132,6 +133,7 @@ class Engine:
             traced=trace,
             quiet=quiet,
             cache_salt=cache_salt,
+            tenant=tenant,
             constraint=self._constraint(sampling.grammar) if sampling.grammar else None,
             stats=RoundStats(prompt_tokens=len(tokens)),
         )
@@ -139,7 +141,7 @@ class Engine:
         self.requests[request.id] = request
         if self.decode and (sampling.stop or not quiet):
             self.texts[request.id] = TextStream(self.decode, sampling.stop)
-        self.scheduler.waiting.append(request)
+        self.scheduler.add(request)
         return request.id
 
     @uninterrupted()
@@ -243,6 +245,7 @@ class Engine:
             size, by_ngrams, tokens, packed = rows[i]
             trace = self._trace(launched.result, i) if request.traced else None
             kept = self._append(request, tokens)
+            self.scheduler.serve(request, len(kept))
             request.num_cached += len(tokens)
             logprobs = None
             if request.sampling.logprobs is not None:

@@ -184,6 +184,7 @@ class RequestBuilder:
             limits=limits if tree.budget or tree.width else None,
             trace=tree.trace,
             cache_salt=json.dumps([tenant, request.cache_salt or ""]) if tenant or request.cache_salt else "",
+            tenant=tenant,
             shows_logprobs=logprobs is not None,
         )
 

@@ -89,7 +89,7 @@ class Metrics:
         pool, scheduler = engine.cache.pool, engine.scheduler
         gauges: list[tuple[str, str, Callable[[], float]]] = [
             ("vllm:num_requests_running", "Completions in the batch.", lambda: len(scheduler.running)),
-            ("vllm:num_requests_waiting", "Completions in the queue.", lambda: len(scheduler.waiting)),
+            ("vllm:num_requests_waiting", "Completions in the queue.", lambda: scheduler.num_waiting),
             ("vllm:kv_cache_usage_perc", "Share of pages in use, 0 to 1.", lambda: pool.num_used / pool.num_pages),
             ("jetspec:pages_in_use", "Pages of the KV cache in use.", lambda: pool.num_used),
             ("jetspec:pages", "Pages of the KV cache.", lambda: pool.num_pages),

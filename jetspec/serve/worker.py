@@ -41,6 +41,7 @@ class Job:
     limits: TreeLimits | None = None
     trace: bool = False
     cache_salt: str = ""
+    tenant: str = ""
     shows_logprobs: bool = False
     reads_tools: bool = False
     """Completions may contain tool calls."""
@@ -256,7 +257,8 @@ class EngineThread:
             handle.put_threadsafe(engine_failed())
             return
         job, ids = handle.job, list[int]()
-        options: dict[str, Any] = {"limits": job.limits, "trace": job.trace, "cache_salt": job.cache_salt}
+        own = {"cache_salt": job.cache_salt, "tenant": job.tenant}
+        options: dict[str, Any] = {"limits": job.limits, "trace": job.trace, **own}
         try:
             for tokens in job.prompts:
                 ids += self.engine.add_several(tokens, job.sampling, job.count, **options)
