@@ -15,16 +15,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import pandas as pd
 import typer
 
 from benchmarks.document import NONE, make_table
+from benchmarks.estimate import how_many
 from benchmarks.load import PERCENTILES
 from benchmarks.options import examples
 from benchmarks.paper import paper_rows
 from benchmarks.plots import TIMES, draw_lines, draw_rates
 from benchmarks.records import check_limits
 from benchmarks.report import write_report
-from benchmarks.results import RESULTS_FILE, Record, commits_of, device_of, read_inputs, read_record
+from benchmarks.results import (
+    RESULTS_FILE,
+    Record,
+    best_over_plain,
+    commits_of,
+    device_of,
+    engine_rows,
+    read_inputs,
+    read_record,
+)
 from benchmarks.tables import glance_table, groups_of
 from benchmarks.training import TREE_BUDGETS, VARIANTS
 from jetspec.files import read_text, write_whole
@@ -139,74 +150,65 @@ def profile_table(record: Record) -> str:
 
 def speed_table(record: Record) -> str:
     """Plain and speculative decoding of one request at a time, beside `transformers` where it was measured."""
-    runs = []
-    for dtype, result in record["results"].items():
-        for run in result["runs"]:
-            shown = "plain" if run["budget"] == PLAIN else run["budget"]
-            # This ratio depends on the host: two digits.
-            ratio = run.get("speedup_over_transformers")
-            others = NONE if ratio is None else f"{float(f'{ratio:.2g}'):g}"
-            runs.append({**with_gaps(run, result), "dtype": dtype, "budget": shown, "others": others})
-    columns = {"dtype": "{dtype}", "set": "{set}", "budget": "{budget}", **SPEEDS, "over transformers": "{others}"}
-    count = next(iter(record["results"].values())).get("transformers_prompts")
-    prompts = "prompt" if count == 1 else "prompts"
-    note = f"`transformers`: the median of {count} {prompts} of each set.\n\n" if count else ""
-    return note + table(runs, {**columns, **TEXTS})
-
-
-def with_gaps(found: Record, result: Record) -> dict[str, Any]:
-    """Comparison with the texts of plain decoding. Wide ties are those that readings of their own text show."""
-    limit, differences = result["tie_limit"], found["differences"]
-    gaps = [difference["gap"] for difference in differences if difference["gap"] is not None]
-    wide = sum(difference["tie"] and difference["gap"] > limit for difference in differences)
-    return {**found, "tie_limit": limit, "wide": wide, "widest": max(gaps, default=0.0)}
+    rows = engine_rows(record)
+    rows["trees"] = rows.budget.where(rows.budget != PLAIN, "plain")
+    ratios = rows.get("speedup_over_transformers", rows.budget * math.nan)
+    # This ratio depends on the host: two digits.
+    rows["others"] = [NONE if math.isnan(ratio) else f"{float(f'{ratio:.2g}'):g}" for ratio in ratios]
+    columns = {"dtype": "{dtype}", "set": "{set}", "budget": "{trees}", **SPEEDS, "over transformers": "{others}"}
+    count = rows.transformers_prompts[0]
+    note = f"`transformers`: {how_many(count, 'prompt')} of each set.\n\n" if count else ""
+    return note + table(rows.to_dict("records"), {**columns, **TEXTS})
 
 
 def best_table(record: Record) -> str:
     """Plain decoding of every set, and the size of tree that is fastest over all sets."""
-    (result,) = record["results"].values()
-    found = {(run["budget"], run["set"]): run for run in result["runs"]}
-    sets = list(dict.fromkeys(run["set"] for run in result["runs"]))
-    trees = {budget for budget, _ in found if budget != PLAIN}
-    best = max(trees, key=lambda budget: sum(found[budget, name]["speedup"] for name in sets))
+    rows = engine_rows(record)
+    plain = rows[rows.budget == PLAIN].set_index("set").tokens_per_s
+    best = rows[rows.budget != PLAIN].groupby("budget").speedup.sum().idxmax()
     columns = {
         "task": "{set}",
-        "plain: tokens/s": "{plain[tokens_per_s]:,.0f}",
+        "plain: tokens/s": "{plain:,.0f}",
         f"trees of {best}: tokens/s": "{tokens_per_s:,.0f}",
         "tokens per round": "{tokens_per_round:.2f}",
         "times as fast": "{speedup:.2f}",
     }
-    return table(({**found[best, name], "plain": found[PLAIN, name]} for name in sets), columns)
+    found = rows[rows.budget == best]
+    return table(found.assign(plain=found.set.map(plain)).to_dict("records"), columns)
 
 
 def batches_table(record: Record) -> str:
     """Tokens per second: a row per batch size, a column per tree."""
     parts = []
-    for dtype, result in record["results"].items():
-        found: dict[int, dict[str, str]] = {}
-        for run in sorted(result["runs"], key=lambda run: run["batch"]):
-            row = found.setdefault(run["batch"], {"batch": str(run["batch"])})
-            row[tree_title(run)] = f"{run['tokens_per_s']:.0f}"
-        rows = [row | {"best over plain": f"{result['best_speedup'][str(batch)]:.2f}"} for batch, row in found.items()]
-        different, mistakes = (sum(run[name] for run in result["runs"]) for name in ("different", "mistakes"))
-        parts.append(f"{dtype}: {different} texts differ from the request's own alone, {mistakes} by more than a tie.")
-        parts.append(make_table(rows))
+    for dtype, rows in engine_rows(record).groupby("dtype", sort=False):
+        titles = [tree_title(row) for row in rows.to_dict("records")]
+        speeds = rows.pivot_table(index="batch", columns=pd.Series(titles, rows.index), values="tokens_per_s")
+        texts = speeds[list(dict.fromkeys(titles))].map("{:.0f}".format)
+        texts["best over plain"] = best_over_plain(rows).groupby("batch").min().map("{:.2f}".format)
+        texts.insert(0, "batch", texts.index.map(str))
+        different, mistakes = rows.different.sum(), rows.mistakes.sum()
+        parts.append(f"{dtype}: {different} texts differ from plain ones, {mistakes} by more than a tie.")
+        parts.append(make_table(texts.to_dict("records")))
     return "\n\n".join(parts)
 
 
-def tree_title(run: Mapping[str, Any]) -> str:
-    if run["budget"] == PLAIN:
+def tree_title(row: Mapping[str, Any]) -> str:
+    if row["budget"] == PLAIN:
         return "plain"
-    if run["batch_trees"]:
-        return f"{run['budget']}, shrinking"
-    return str(run["budget"]) if run["depth"] is None else f"{run['budget']}, depth {run['depth']}"
+    if row["batch_trees"]:
+        return f"{row['budget']}, shrinking"
+    return str(row["budget"]) if pd.isna(row["depth"]) else f"{row['budget']}, depth {row['depth']:g}"
 
 
 def strict_table(record: Record) -> str:
+    rows = engine_rows(record)
+    rows = rows[rows.budget != PLAIN].assign(rounds=rows.tokens / rows.tokens_per_round)
+    sums = rows.groupby("dtype", sort=False)[["prompts", "tokens", "rounds", "different", "mistakes", "wide"]].sum()
+    most = rows.groupby("dtype", sort=False)[["widest", "tie_limit"]].max()
+    found = sums.join(most).assign(tokens_per_round=sums.tokens / sums.rounds).reset_index()
     columns = {"dtype": "{dtype}", "texts": "{prompts:,}", "tokens": "{tokens:,}", **SPEEDS, **TEXTS}
     del columns["tokens/s"], columns["over plain"]
-    results = record["results"].items()
-    return table(({**with_gaps(result, result), "dtype": dtype} for dtype, result in results), columns)
+    return table(found.to_dict("records"), columns)
 
 
 def soak_table(record: Record) -> str:

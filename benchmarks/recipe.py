@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from benchmarks.tasks import BUILTIN, TASKS
 from jetspec.aliases import RENAMED
-from jetspec.config import DrafterName, Expand, Score, TreeConfig
+from jetspec.config import BatchTree, DrafterName, Expand, Score, TreeConfig
 from jetspec.data.prompts import stable_hash
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import shown, shown_head
@@ -65,7 +65,7 @@ class Kind:
 
 
 _TREE_ONLY = ("width", "depth", "ngrams", "choice_model", "expand", "score", "entropy_weight", "draft_temperature")
-_SHAPE = (*_TREE_ONLY, "shortlist", "shortlist_parents")
+_SHAPE = (*_TREE_ONLY, "shortlist", "shortlist_parents", "batch_trees")
 """Settings of a method that are settings of its trees."""
 _TREE = ("budgets", "width", "depth")
 _SCORED = ("head", "budgets", *_TREE_ONLY)
@@ -139,6 +139,8 @@ class MethodConfig:
     draft_temperature: float | None = None
     shortlist: int | None = None
     shortlist_parents: int | None = None
+    batch_trees: tuple[BatchTree, ...] | None = None
+    """Smaller trees of larger batches. None by default, so that a budget means the same at every batch size."""
     ngrams: bool | None = None
     """N-grams of the text join the trees of a head. False by default, as heads are published."""
     choice_model: bool | None = None

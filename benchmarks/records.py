@@ -6,8 +6,9 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,10 +18,10 @@ import typer
 
 from benchmarks.document import make_table
 from benchmarks.options import RecordFolder, examples
-from benchmarks.results import Record, read_record
+from benchmarks.results import RESULTS_FILE, Record, best_over_plain, engine_rows, read_record
 from jetspec.files import read_text
 from jetspec.models.hub import DEFAULT_MODEL
-from jetspec.record import current_commit, hardware, is_whole_commit, module_command
+from jetspec.record import current_commit, hardware, is_whole_commit, module_command, write_record
 
 PROFILES = {
     "profile_qwen3_8b": "qwen3-8b --budget 64 --budget 128 --context 256 --context 2048 --context 8192",
@@ -29,13 +30,13 @@ PROFILES = {
     "profile_smollm2": f"{DEFAULT_MODEL} --weights real --head {DEFAULT_MODEL} --budget 32 --budget 64 --budget 128 "
     "--context 256",
 }
-CHECKS = {
-    "engine_speed": "engine speed --budgets 32,48,64",
-    "engine_batches": "engine batches",
-    "engine_strict": "engine strict",
-    "engine_soak": "soak",
+RUNS: dict[str, tuple[str, ...]] = {
+    "engine_speed": ("bfloat16",),
+    "engine_batches": ("bfloat16", "float32"),
+    "engine_strict": ("bfloat16", "float32"),
 }
-NAMES = (*PROFILES, *CHECKS)
+"""Recipes of `run`, and the precisions that each is measured in."""
+NAMES = (*PROFILES, *RUNS, "engine_soak")
 EPILOG = examples(
     "records --data DATA --out docs/results",
     "records --data DATA --out docs/results engine_speed profile_qwen3_8b",
@@ -72,14 +73,24 @@ def records(
 
 
 def make(name: str, data: Path, folder: Path, device: str) -> bool:
-    """Make a record in a process of its own, which frees its memory. False: something is wrong."""
+    """Make a record in processes of their own, which free their memory. False: something is wrong."""
     path = folder / f"{name}.json"
-    words = command(name, data, path, device)
-    if (kept := current(path, words, device)) is not None:
+    lines = commands(name, data, path, device)
+    if (kept := current(path, lines[0], device)) is not None:
         print(f"{path}: exists", flush=True)
         return bool(kept.get("holds", True))
-    print(f"{path}: python -m {' '.join(words)}", flush=True)
-    return subprocess.run([sys.executable, "-m", *words]).returncode == 0
+    holds = True
+    for words in lines:
+        print(f"{path}: python -m {' '.join(words)}", flush=True)
+        holds = subprocess.run([sys.executable, "-m", *words]).returncode == 0 and holds
+    found = [Path(words[-1]) / RESULTS_FILE for words in lines]
+    if name in RUNS and all(file.is_file() for file in found):
+        results = {dtype: read_record(file) for dtype, file in zip(RUNS[name], found, strict=True)}
+        first = results[RUNS[name][0]]
+        about = {key: first[key] for key in ("command", "date", "hardware", "versions", "model", "device")}
+        about |= {"head": first["recipe"]["head"] or first["model"], "max_tokens": first["recipe"]["max_tokens"]}
+        write_record(path, {**about, "holds": holds, "results": results}, first["commit"])
+    return holds
 
 
 def current(path: Path, words: Sequence[str], device: str) -> Mapping[str, Any] | None:
@@ -100,37 +111,42 @@ def without_out(line: str) -> list[str]:
     return words[:place] + words[place + 2 :]
 
 
-def command(name: str, data: Path, path: Path, device: str) -> Sequence[str]:
-    where = ["--device", device, "--out", str(path)]
+def commands(name: str, data: Path, path: Path, device: str) -> list[list[str]]:
+    """Commands of a record, one for each precision of a recipe. The folder of a run belongs to one commit."""
+    where = ["--device", device, "--out"]
     if name in PROFILES:
-        return ["jetspec", "profile", "--shape", *PROFILES[name].split(), *where]
-    return ["benchmarks", *CHECKS[name].split(), "--head", DEFAULT_MODEL, "--data", str(data), *where]
+        return [["jetspec", "profile", "--shape", *PROFILES[name].split(), *where, str(path)]]
+    if name not in RUNS:
+        return [["benchmarks", "soak", "--head", DEFAULT_MODEL, "--data", str(data), *where, str(path)]]
+    run = ["benchmarks", "run", f"benchmarks/recipes/{name}.yaml", "--data-dir", str(data)]
+    folders = {dtype: f"runs/bench/{name}_{dtype}_{str(current_commit())[:7]}" for dtype in RUNS[name]}
+    return [[*run, "--dtype", dtype, *where, folder] for dtype, folder in folders.items()]
 
 
 # -- limits that the engine is built to keep
 
 Value = Callable[[Record], float]
-Need = tuple[str, Callable[[Record], bool]]
-"""Condition on a record: its description, and the test."""
+Needs = Mapping[str, Any]
+"""Settings of a record by their path: a value, or a test of it."""
 BUDGETS, CONTEXTS = (64, 128), (256, 2048, 8192)
 """Budgets and contexts of profiles of the dense shape."""
-BATCH_SIZES, BATCH_BUDGETS = (1, 2, 4, 8, 16, 32, 64), (1, 16, 32, 64, 128)
-SPEED_SETS = ("gsm8k", "humaneval", "mt_bench")
+BATCHES = set(product((1, 2, 4, 8, 16, 32, 64), (1, 16, 32, 64, 128)))
+"""Batch sizes and budgets of `engine_batches`."""
+SPEEDS = set(product(("gsm8k", "humaneval", "mt_bench"), (False, True)))
+"""Sets of `engine_speed`, with trees and without."""
 
 
 class NotMeasured(Exception):
-    """A record lacks a value or a condition, which the message names."""
+    """A record lacks a value or a setting, which the message names."""
 
 
-def require(record: Record, needs: Sequence[Need]) -> None:
-    def lacks(test: Callable[[Record], bool]) -> bool:
-        try:
-            return not test(record)
-        except KeyError:
-            return True
-
-    if missing := [name for name, test in needs if lacks(test)]:
-        raise NotMeasured(", ".join(missing))
+def require(record: Record, needs: Needs) -> None:
+    for path, wanted in needs.items():
+        found: Any = record
+        for key in path.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+        if found is None or not (wanted(found) if callable(wanted) else found == wanted):
+            raise NotMeasured(path if callable(wanted) else f"{path} {wanted}")
 
 
 @dataclass(frozen=True)
@@ -141,7 +157,7 @@ class Limit:
     record: str
     bound: float
     value: Value
-    needs: Sequence[Need]
+    needs: Needs
     at_least: bool = False
 
     def row(self, folder: Path) -> dict[str, str]:
@@ -176,72 +192,25 @@ def check_limits(folder: Path) -> tuple[str, bool]:
     return make_table(rows, keep_empty=True), all(row["holds"] == "yes" for row in rows)
 
 
-# -- conditions on a record
-
-GPU: tuple[Need, ...] = (
-    ("a GPU", lambda r: r["device"] == "cuda" and bool(r["hardware"]["gpu"])),
-    ("a commit without changes", lambda r: is_whole_commit(r["commit"])),
-)
-SMOLLM2 = (*GPU, ("SmolLM2 with its own head", lambda r: r["model"] == DEFAULT_MODEL == r["head"]))
+GPU: Needs = {"device": "cuda", "hardware.gpu": bool, "commit": is_whole_commit}
+SMOLLM2: Needs = {**GPU, "model": DEFAULT_MODEL, "head": DEFAULT_MODEL}
 
 
-def timed(name: str, weights: str) -> tuple[Need, ...]:
-    """Conditions on a profile of any shape."""
-    return (
-        *GPU,
-        (f"{weights} weights of {name}", lambda r: (r["shape"], r["weights"]) == (name, weights)),
-        ("bfloat16", lambda r: r["dtype"] == "bfloat16"),
-        ("200 rounds", lambda r: r["rounds"] >= 200),
-        ("batch 1", lambda r: all(run["batch"] == 1 for run in r["runs"])),
-        ("greedy rounds", lambda r: not any(run["temperature"] for run in r["runs"])),
-    )
+def profile(shape: str, weights: str = "random", **head: Any) -> Needs:
+    """Settings of a profile: greedy rounds of one request."""
+    return {
+        **GPU,
+        "shape": shape,
+        "weights": weights,
+        "dtype": "bfloat16",
+        "rounds": lambda rounds: rounds >= 200,
+        "runs": lambda runs: all(run["batch"] == 1 and not run["temperature"] for run in runs),
+        **{f"head.{name}": value for name, value in head.items()},
+    }
 
 
-def shape(name: str, *, edge: bool = False) -> tuple[Need, ...]:
-    return (
-        *timed(name, "random"),
-        ("a head of 5 layers and 16 slots", lambda r: (r["head"]["layers"], r["head"]["block_size"]) == (5, 16)),
-        ("an edge term" if edge else "a head without an edge term", lambda r: (r["head"]["edge_rank"] > 0) == edge),
-    )
-
-
-REAL = (*timed(DEFAULT_MODEL, "real"), ("its own head", lambda r: r["head"]["name"] == DEFAULT_MODEL))
-
-
-def has_runs(dtype: str, wanted: Iterable[Any], key: Callable[[Record], Any]) -> Callable[[Record], bool]:
-    keys = set(wanted)
-    return lambda record: keys <= {key(run) for run in record["results"][dtype]["runs"]}
-
-
-def speed(dtype: str) -> tuple[Need, ...]:
-    """Condition: every set, with trees and without."""
-    has_all = has_runs(dtype, product(SPEED_SETS, (False, True)), lambda run: (run["set"], run["budget"] > 1))
-    return (*SMOLLM2, (f"{', '.join(SPEED_SETS)} in {dtype}", has_all))
-
-
-def batches(dtype: str) -> tuple[Need, ...]:
-    has_all = has_runs(dtype, product(BATCH_SIZES, BATCH_BUDGETS), lambda run: (run["batch"], run["budget"]))
-    return (*SMOLLM2, (f"every batch size with every budget in {dtype}", has_all))
-
-
-def strict(dtype: str) -> tuple[Need, ...]:
-    return (
-        *SMOLLM2,
-        (f"1,000 prompts in {dtype}", lambda r: r["results"][dtype]["prompts"] >= 1000),
-        ("256 tokens", lambda r: r["max_tokens"] == 256),
-        ("batch 32", lambda r: r["results"][dtype]["batch"] == 32),
-        ("budget 64", lambda r: r["results"][dtype]["budget"] == 64),
-    )
-
-
-SOAK = (
-    *SMOLLM2,
-    ("caches compared", lambda r: r["results"]["float32"]["caches_compared"] > 0),
-    ("cancels", lambda r: r["results"]["float32"]["cancelled"] > 0),
-    ("preemptions", lambda r: r["results"]["float32"]["preempted"] > 0),
-)
-
-# -- values of a record
+def happened(*events: str) -> Needs:
+    return {**SMOLLM2, **{f"results.float32.{event}": bool for event in events}}
 
 
 def run_of(budget: int, context: int, field: str) -> Value:
@@ -260,11 +229,43 @@ def most(field: str, budgets: Sequence[int] = BUDGETS, contexts: Sequence[int] =
 
 
 def least_speedup(record: Record) -> float:
-    return float(min(record["results"]["bfloat16"]["best_speedup"].values()))
+    rows = engine_rows(record)
+    return float(best_over_plain(rows[rows.dtype == "bfloat16"]).min())
 
 
 def all_mistakes(record: Record) -> float:
-    return float(sum(run["mistakes"] for result in record["results"].values() for run in result["runs"]))
+    return float(engine_rows(record).mistakes.sum())
+
+
+def mistakes_in(dtype: str, record: Record) -> float:
+    return all_mistakes({"results": {dtype: record["results"][dtype]}})
+
+
+def has_settings(dtype: str, wanted: set[Any], key: Callable[[Any], Any], result: Record) -> bool:
+    """The results of a precision hold all wanted settings."""
+    rows = engine_rows({"results": {dtype: result}})
+    return wanted <= set(map(key, rows.itertuples()))
+
+
+def speeds(dtype: str) -> Needs:
+    has_all = partial(has_settings, dtype, SPEEDS, lambda row: (row.set, row.budget > 1))
+    return {**SMOLLM2, f"results.{dtype}": has_all}
+
+
+def batches(*dtypes: str) -> Needs:
+    tests = {f"results.{t}": partial(has_settings, t, BATCHES, lambda row: (row.batch, row.budget)) for t in dtypes}
+    return {**SMOLLM2, **tests}
+
+
+def strict(dtype: str) -> Needs:
+    """A thousand texts of at most 256 tokens, in batches of 32 with trees of 64 nodes."""
+
+    def is_large(result: Record) -> bool:
+        rows = engine_rows({"results": {dtype: result}})
+        trees = rows[(rows.batch == 32) & (rows.budget == 64)]
+        return bool(trees.prompts.sum() >= 1000)
+
+    return {**SMOLLM2, "max_tokens": 256, f"results.{dtype}": is_large}
 
 
 def edge_ms(folder: Path, budget: int) -> Value:
@@ -275,42 +276,46 @@ def edge_ms(folder: Path, budget: int) -> Value:
             without = read_record(folder / "profile_qwen3_8b.json")
         except ValueError:
             raise NotMeasured("rounds without an edge term") from None
-        require(without, shape("qwen3-8b"))
-        if any(record[name] != without[name] for name in ("commit", "hardware")):
-            raise NotMeasured("both of one commit and machine")
+        require(without, {**DENSE, **{name: record[name] for name in ("commit", "hardware")}})
         field = run_of(budget, 256, "round_ms")
         return field(record) - field(without)
 
     return value
 
 
+DENSE = profile("qwen3-8b", layers=5, block_size=16, edge_rank=0)
+EDGE = profile("qwen3-8b", layers=5, block_size=16, edge_rank=bool)
+SPARSE = profile("qwen3-30b-a3b", layers=5, block_size=16, edge_rank=0)
+SMALL = profile(DEFAULT_MODEL, "real", name=DEFAULT_MODEL)
+
+
 def limits(folder: Path) -> Iterator[Limit]:
-    dense, edge, sparse = "profile_qwen3_8b", "profile_qwen3_8b_edge", "profile_qwen3_30b_a3b"
-    plain, of_edge = shape("qwen3-8b"), shape("qwen3-8b", edge=True)
+    dense, edge = "profile_qwen3_8b", "profile_qwen3_8b_edge"
     for context, bound in zip(CONTEXTS, (1.10, 1.20, 1.35), strict=True):
         for budget in BUDGETS:
             name = f"Qwen3-8B, a round of {budget} nodes after {context:,} tokens, over its floor"
-            yield Limit(name, dense, bound, run_of(budget, context, "ratio_round"), plain)
-    yield Limit("Qwen3-8B, a plain step over its floor, at most", dense, 1.10, most("ratio_plain"), plain)
+            yield Limit(name, dense, bound, run_of(budget, context, "ratio_round"), DENSE)
+    yield Limit("Qwen3-8B, a plain step over its floor, at most", dense, 1.10, most("ratio_plain"), DENSE)
     for budget in BUDGETS:
-        yield Limit(f"Qwen3-8B, the edge term with {budget} nodes, ms", edge, 0.25, edge_ms(folder, budget), of_edge)
-    yield Limit("Qwen3-8B, idle between rounds, at most", dense, 0.02, most("idle_frac"), plain)
+        yield Limit(f"Qwen3-8B, the edge term with {budget} nodes, ms", edge, 0.25, edge_ms(folder, budget), EDGE)
+    yield Limit("Qwen3-8B, idle between rounds, at most", dense, 0.02, most("idle_frac"), DENSE)
     idle = most("idle_frac", (32, *BUDGETS), CONTEXTS[:1])
-    yield Limit("SmolLM2, idle between rounds after 256 tokens, at most", "profile_smollm2", 0.02, idle, REAL)
-    name, fast = "SmolLM2, one request", speed("bfloat16")
+    yield Limit("SmolLM2, idle between rounds after 256 tokens, at most", "profile_smollm2", 0.02, idle, SMALL)
+    name, fast = "SmolLM2, one request", speeds("bfloat16")
     yield Limit(f"{name}, over plain decoding, at least", "engine_speed", 2.5, least_speedup, fast, True)
     yield Limit(f"{name}, differences beyond a tie", "engine_speed", 0, all_mistakes, fast)
-    name, fast, exact = "SmolLM2, every batch size", batches("bfloat16"), batches("float32")
-    best = "best tree over plain in bfloat16, at least"
-    yield Limit(f"{name}, {best}", "engine_batches", 1.0, least_speedup, fast, True)
-    yield Limit(f"{name}, differences beyond a tie", "engine_batches", 0, all_mistakes, exact + fast)
+    name, best = "SmolLM2, every batch size", "best tree over plain in bfloat16, at least"
+    yield Limit(f"{name}, {best}", "engine_batches", 1.0, least_speedup, batches("bfloat16"), True)
+    both = batches("float32", "bfloat16")
+    yield Limit(f"{name}, differences beyond a tie", "engine_batches", 0, all_mistakes, both)
     for dtype in ("float32", "bfloat16"):
         name = f"SmolLM2, 1,000 texts in {dtype}, differences beyond a tie"
-        yield Limit(name, "engine_strict", 0, lambda r, d=dtype: float(r["results"][d]["mistakes"]), strict(dtype))  # type: ignore[misc]
-    name = "SmolLM2, rounds while requests come, go and are preempted"
-    yield Limit(name, "engine_soak", 10_000, lambda r: float(r["results"]["float32"]["rounds"]), SOAK, True)
+        yield Limit(name, "engine_strict", 0, partial(mistakes_in, dtype), strict(dtype))
+    name, soak = "SmolLM2, rounds while requests come, go and are preempted", "engine_soak"
+    soaked = happened("caches_compared", "cancelled", "preempted")
+    yield Limit(name, soak, 10_000, lambda r: float(r["results"]["float32"]["rounds"]), soaked, True)
     name = "SmolLM2, pages, bytes, caches and texts that are wrong after them"
-    yield Limit(name, "engine_soak", 0, lambda r: float(len(r["results"]["float32"]["problems"])), SOAK)
+    yield Limit(name, soak, 0, lambda r: float(len(r["results"]["float32"]["problems"])), soaked)
     name = "Qwen3-30B-A3B, a round of 64 nodes over reading its weights"
     round_ms, read_ms = run_of(64, 256, "round_ms"), run_of(64, 256, "read_round_ms")
-    yield Limit(name, sparse, 1.5, lambda r: round_ms(r) / read_ms(r), shape("qwen3-30b-a3b"))
+    yield Limit(name, "profile_qwen3_30b_a3b", 1.5, lambda r: round_ms(r) / read_ms(r), SPARSE)

@@ -597,6 +597,7 @@ def trees_text(method: Record) -> str:
             ("draft_temperature" in takes and draft_temperature != 1, f"draft temperature {draft_temperature:g}"),
             ("shortlist" in takes, f"shortlist {tree['shortlist'] or 'all'}"),
             ("shortlist" in takes, f"parents {tree.get('shortlist_parents', 0)}"),
+            (tree.get("batch_trees"), "smaller in large batches"),
         )
         told = ", ".join(text for is_told, text in shape if is_told)
         rows.append({"budgets": str(tree["budget"]), "shape": told})

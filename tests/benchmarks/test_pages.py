@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from benchmarks import pages
 from benchmarks.pages import PAGES, fill, put_between
 from benchmarks.training import VARIANTS
+from tests.benchmarks.run_folders import TASKS, make_run, read_table
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {
@@ -115,6 +117,17 @@ def test_the_best_tree_is_the_fastest_over_all_sets(root: Path) -> None:
     runs = [run(budget=budget, set=name, speedup=value) for (budget, name), value in speeds.items()]
     text = make(root, "engine_speed", {"results": {"bfloat16": {"runs": runs}}}, "README.md")
     assert "trees of 64" in text and [row[-1] for row in cells(text)[2:]] == ["2.50", "2.75"]
+
+
+def test_records_of_runs_fill_the_tables_of_the_engine(root: Path) -> None:
+    folder = make_run(root / "run", methods=("plain", "transformers", "jetspec-edge"), temperatures=(0.0,))
+    record = {"results": {"bfloat16": json.loads((folder / "results.json").read_text())}}
+    speeds = read_table(make(root, "engine_speed", record, "docs/results/engine.md"))
+    assert {(row["set"], row["budget"]) for row in speeds} == set(product(TASKS, ("plain", "16", "64", "256")))
+    (batches,) = (read_table(make(root, "engine_batches", record)),)
+    assert [list(row) for row in batches] == [["batch", "plain", "16", "64", "256", "best over plain"]] * 2
+    (strict,) = read_table(make(root, "engine_strict", record))
+    assert strict["texts"] == f"{40 * 3 * 3 * 2}" and strict["by more than a tie"] == "0"
 
 
 def test_every_variant_is_compared() -> None:

@@ -16,7 +16,10 @@ from typer.testing import CliRunner
 
 from benchmarks import engine, records
 from benchmarks.pages import PAGES
+from benchmarks.recipe import BenchConfig
 from benchmarks.records import NAMES, check_limits, limits
+from benchmarks.results import RESULTS_FILE
+from benchmarks.run import read_plan, run
 from jetspec.commands.app import app
 from jetspec.record import module_command
 from tests.benchmarks.run_folders import read_table
@@ -26,7 +29,7 @@ HERE = {"cpu": "this CPU", "gpu": "this GPU"}
 
 
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def ran(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
     """Commands, which are not run: each leaves a record of this commit, except those of edge terms, which fail."""
     commands: list[list[str]] = []
 
@@ -34,10 +37,15 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(words[2:])
         if "head.edge_rank=128" in words:
             return subprocess.CompletedProcess(words, 1)
-        Path(words[words.index("--out") + 1]).write_text(json.dumps(record_of(words[2:])))
+        made = Path(words[words.index("--out") + 1])
+        made = made if made.suffix else made / RESULTS_FILE
+        made.parent.mkdir(parents=True, exist_ok=True)
+        made.write_text(json.dumps(record_of(words[2:])))
         return subprocess.CompletedProcess(words, 0)
 
     monkeypatch.setattr(subprocess, "run", instead)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "this GPU")
     monkeypatch.setattr(records, "current_commit", lambda: "this")
     monkeypatch.setattr(records, "hardware", lambda: HERE)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -46,7 +54,11 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def record_of(words: Sequence[str]) -> dict[str, Any]:
     device = words[words.index("--device") + 1]
-    return {"commit": "this", "command": module_command(words), "device": device, "hardware": HERE}
+    about = {"commit": "this", "command": module_command(words), "device": device, "hardware": HERE}
+    if "run" not in words:
+        return about
+    recipe = {"head": None, "max_tokens": 256}
+    return {**about, "date": "today", "versions": {}, "model": "a model", "recipe": recipe, "cells": []}
 
 
 def test_all_records_of_the_page_and_the_limits_are_made(tmp_path: Path) -> None:
@@ -55,30 +67,29 @@ def test_all_records_of_the_page_and_the_limits_are_made(tmp_path: Path) -> None
 
 
 def test_commands_have_the_options_that_they_are_given(tmp_path: Path) -> None:
-    group: Any = typer.main.get_command(engine.app)
-    single = typer.Typer()
-    single.command()(engine.soak)
-    known: Any = {**group.commands, "soak": typer.main.get_command(single)}
-    for name in records.CHECKS:
-        words = list(records.command(name, tmp_path, tmp_path / "record.json", "cpu"))[1:]
-        command = known[words.pop(1) if words[0] == "engine" else words[0]]
-        options = {option for param in command.params for option in param.opts}
-        assert {word for word in words if word.startswith("--")} <= options
-    for name in records.PROFILES:
-        _, *words = records.command(name, tmp_path, tmp_path / "record.json", "cpu")
-        refused = CliRunner().invoke(app, [*words, "--rounds", "0"])
-        assert refused.exit_code == 2 and "rounds" in refused.output
+    for name in records.NAMES:
+        for program, first, *words in records.commands(name, tmp_path, tmp_path / "record.json", "cpu"):
+            if program == "jetspec":
+                refused = CliRunner().invoke(app, [first, *words, "--rounds", "0"])
+                assert refused.exit_code == 2 and "rounds" in refused.output
+                continue
+            single = typer.Typer()
+            single.command()({"run": run, "soak": engine.soak}[first])
+            options = {option for param in typer.main.get_command(single).params for option in param.opts}
+            assert {word for word in words if word.startswith("--")} <= options
+            assert first != "run" or isinstance(read_plan(Path(words[0]), {}), BenchConfig)
 
 
 def test_records_of_this_commit_are_kept(ran: list[list[str]], tmp_path: Path) -> None:
     names = "engine_soak", "engine_strict", "profile_qwen3_8b"
-    soak, strict, _ = (records.command(name, tmp_path, tmp_path / "elsewhere", "cuda") for name in names)
+    (soak,), strict, _ = (records.commands(name, tmp_path, tmp_path / "elsewhere", "cuda") for name in names)
     (tmp_path / "engine_soak.json").write_text(json.dumps(record_of(soak)))
-    (tmp_path / "engine_strict.json").write_text(json.dumps(record_of(strict) | {"commit": "another"}))
+    (tmp_path / "engine_strict.json").write_text(json.dumps(record_of(strict[0]) | {"commit": "another"}))
     asked = "records", "--data", tmp_path, "--out", tmp_path, *names
     assert invoke(*asked).exit_code == 0
-    assert [command[:3] for command in ran] == [["benchmarks", "engine", "strict"], ["jetspec", "profile", "--shape"]]
-    assert invoke(*asked).exit_code == 0 and len(ran) == 2
+    assert ran[:2] == strict and [command[:3] for command in ran[2:]] == [["jetspec", "profile", "--shape"]]
+    assert list(json.loads((tmp_path / "engine_strict.json").read_text())["results"]) == ["bfloat16", "float32"]
+    assert invoke(*asked).exit_code == 0 and len(ran) == 3
     (tmp_path / "engine_soak.json").write_text(json.dumps(record_of(soak) | {"holds": False}))
     done = invoke(*asked)
     assert done.exit_code == 1 and "engine_soak" in done.stderr
@@ -99,7 +110,7 @@ def test_a_record_of_another_command_machine_or_source_is_made_again(
     ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(records, "current_commit", lambda: changes.get("commit", "this"))
-    words = records.command("engine_soak", tmp_path, tmp_path / "engine_soak.json", "cuda")
+    (words,) = records.commands("engine_soak", tmp_path, tmp_path / "engine_soak.json", "cuda")
     (tmp_path / "engine_soak.json").write_text(json.dumps(record_of(words) | changes))
     assert invoke("records", "--data", tmp_path, "--out", tmp_path, "engine_soak").exit_code == 0
     assert ran == [words]
@@ -117,7 +128,7 @@ def test_without_a_gpu_nothing_is_measured_unless_requested(
 
 def test_a_failure_does_not_stop_the_others(ran: list[list[str]], tmp_path: Path) -> None:
     done = invoke("records", "--data", tmp_path, "--out", tmp_path / "new")
-    assert done.exit_code == 1 and "profile_qwen3_8b_edge" in done.stderr and len(ran) == len(records.NAMES)
+    assert done.exit_code == 1 and "profile_qwen3_8b_edge" in done.stderr and len(ran) == len(records.NAMES) + 2
     assert invoke("records", "--data", tmp_path, "--out", tmp_path, "x").exit_code == 2
 
 
@@ -161,7 +172,7 @@ def test_published_records_keep_every_limit(published: Path) -> None:
         ("profile_qwen3_8b", "runs.-1.ratio_round", 1.35, 1.36, "1.36"),
         ("profile_qwen3_8b", "runs.0.idle_frac", 0.02, 0.024, "0.024"),
         ("profile_smollm2", "runs.0.idle_frac", 0.02, 0.024, "0.024"),
-        ("engine_speed", "results.bfloat16.best_speedup.gsm8k", 2.5, 2.4, "2.4"),
+        ("engine_speed", "results.bfloat16.runs.0.tokens_per_s", 3600.0, 4000.0, "2.29"),
         ("engine_batches", "results.bfloat16.runs.3.mistakes", 0, 2, "2"),
         ("engine_soak", "results.float32.rounds", 10_000, 9_999, "9,999"),
         ("engine_soak", "results.float32.problems", [], ["a page is lost"], "1"),
