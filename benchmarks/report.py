@@ -107,9 +107,12 @@ def build_report(inputs: Sequence[Run], paper: bool = True, painter: Painter | N
         for run in runs if paper else ():
             yield from section("Beside the paper", run, "\n\n".join(_paper(run)))
         yield from _heads([run for run in inputs if "details" in run.record], painter)
+        costs: dict[tuple[str, str], list[Run]] = {}
         for run in inputs:
             if run.costs:
-                yield from _costs(run, paper)
+                costs.setdefault((run.model, run.device), []).append(run)
+        for (model, _), alike in costs.items():
+            yield from _costs(alike, alike[0].name if len(alike) == 1 else model, paper)
         yield from _origin(inputs)
 
     return "\n\n".join(parts()) + "\n"
@@ -200,16 +203,18 @@ def _other_settings(different: Sequence[str]) -> Iterator[str]:
         yield note(f"Not the paper's settings: {'; '.join(different)}.")
 
 
-def _costs(run: Run, beside_paper: bool) -> Iterator[str]:
-    yield f"## Cost of drafting: {run.name}"
+def _costs(runs: Sequence[Run], name: str, beside_paper: bool) -> Iterator[str]:
+    """Costs of one model on one device: a record may hold one depth."""
+    yield f"## Cost of drafting: {name}"
     paper, known = paper_costs()
-    beside_paper = beside_paper and any((cost.context, cost.depth) in known for cost in run.costs)
+    costs = sorted((cost for run in runs for cost in run.costs), key=lambda cost: (cost.depth, cost.context))
+    beside_paper = beside_paper and any((cost.context, cost.depth) in known for cost in costs)
     if beside_paper:
-        yield from _other_settings(setting_differences(run.model, run.device, paper))
-    yield tables.cost_table(run, beside_paper)
+        yield from _other_settings(setting_differences(runs[0].model, runs[0].device, paper))
+    yield tables.cost_table(costs, beside_paper)
     yield "c: time of a draft pass over the tokens that it drafts and the time of a verify pass."
     if beside_paper:
-        if missing := len(known.keys() - {(cost.context, cost.depth) for cost in run.costs}):
+        if missing := len(known.keys() - {(cost.context, cost.depth) for cost in costs}):
             yield f"{missing} of the paper's {len(known)} values are of contexts and depths not measured here."
         yield f"The paper's are those of its table {paper.number}. {paper.note}"
 

@@ -282,7 +282,7 @@ def _read_run(name: str, record: Record) -> Run:
 
 
 def _read_costs(record: Record) -> Iterator[DraftCost]:
-    """Times of a run with `measure: costs`, or of `jetspec profile`."""
+    """Times of `jetspec profile`, or of a run of an earlier release with `measure: costs`."""
     for raw in record.get("costs", ()):
         times = [Estimate(raw[name]["mean"], raw[name]["sd"]) for name in ("draft_ms", "verify_ms", "c_percent")]
         yield DraftCost(raw["context"], raw["depth"], raw["depth"] + 1, 1, *times)

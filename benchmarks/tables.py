@@ -340,7 +340,7 @@ def summary(inputs: Sequence[Run], form: Form) -> str:
     """All cells of all runs for stdout; where there are no runs, costs of drafting."""
     runs = [run for run in inputs if run.cells]
     if form == "md":
-        costs = [cost_table(run, beside_paper=False) for run in inputs if run.costs]
+        costs = [cost_table(run.costs, beside_paper=False) for run in inputs if run.costs]
         return "\n".join(f"{table}\n" for table in ([cells_table(runs)] if runs else costs))
     rows = [flat_cell(run, cell) for run in runs for cell in in_order(run.cells)]
     rows = rows or [flat_cost(run, cost) for run in inputs for cost in run.costs]
@@ -459,7 +459,7 @@ def head_table(head: Run) -> str:
     return make_table(rows, "Tokens per round on the target's own text.")
 
 
-def cost_table(run: Run, beside_paper: bool) -> str:
+def cost_table(costs: Iterable[DraftCost], beside_paper: bool) -> str:
     """Cost of a drafted token, beside the paper's at the same context and depth."""
     paper = paper_costs()[1] if beside_paper else {}
     rows = [
@@ -470,7 +470,7 @@ def cost_table(run: Run, beside_paper: bool) -> str:
             "c in %": cost.c_percent.text(3),
             "paper's": text_of(paper.get((cost.context, cost.depth)), 3),
         }
-        for cost in run.costs
+        for cost in costs
     ]
     return make_table(rows, text_columns=0)
 
