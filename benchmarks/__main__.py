@@ -24,7 +24,7 @@ COMMANDS = {
     "training": ("training:training", "Speed and memory of training."),
     "ablate": ("training:ablate", "Train one short head per setting, and score them alike."),
     "tree-settings": ("training:tree_settings", "Tokens per round of a head's trees, by temperature and width."),
-    "records": ("records:records", "Measure every record of the performance page."),
+    "records": ("records:records", "Compare the records of the performance page with their limits."),
     "ship-head": ("ship_head:ship_head", "Put a trained head into the package."),
     "screenshots": ("screenshots:screenshots", "Take the playground's pictures."),
     "kernel-choices": ("kernel_choices:main", "Measure the kernels that `jetspec.ops.select` chooses from."),

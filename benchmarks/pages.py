@@ -33,6 +33,7 @@ from benchmarks.results import (
     commits_of,
     device_of,
     engine_rows,
+    read_engine,
     read_inputs,
     read_record,
 )
@@ -98,7 +99,7 @@ def of_record(table: Callable[[Record], str], name: str = "", has_origin: bool =
         path = docs / "results" / f"{name or mark}.json"
         if not path.exists():
             return None
-        record = read_record(path)
+        record = read_engine(path)
         if not has_origin:
             return table(record)
         versions = record["versions"]

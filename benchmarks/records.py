@@ -1,129 +1,40 @@
-"""`records`: every record of the performance page, measured one after the other on this machine, and its limits."""
+"""`records`: the limits that the engine is built to keep, compared with the records of the performance page."""
 
 from __future__ import annotations
 
-import json
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import torch
 import typer
 
 from benchmarks.document import make_table
 from benchmarks.options import RecordFolder, examples
-from benchmarks.results import RESULTS_FILE, Record, best_over_plain, engine_rows, read_record
-from jetspec.files import read_text
+from benchmarks.results import Record, best_over_plain, engine_rows, read_engine
 from jetspec.models.hub import DEFAULT_MODEL
-from jetspec.record import current_commit, hardware, is_whole_commit, module_command, write_record
+from jetspec.record import is_whole_commit
 
-PROFILES = {
-    "profile_qwen3_8b": "qwen3-8b --budget 64 --budget 128 --context 256 --context 2048 --context 8192",
-    "profile_qwen3_8b_edge": "qwen3-8b --set head.edge_rank=128 --budget 64 --budget 128 --context 256",
-    "profile_qwen3_30b_a3b": "qwen3-30b-a3b --budget 64 --context 256",
-    "profile_smollm2": f"{DEFAULT_MODEL} --weights real --head {DEFAULT_MODEL} --budget 32 --budget 64 --budget 128 "
-    "--context 256",
-}
-RUNS: dict[str, tuple[str, ...]] = {
-    "engine_speed": ("bfloat16",),
-    "engine_batches": ("bfloat16", "float32"),
-    "engine_strict": ("bfloat16", "float32"),
-}
-"""Recipes of `run`, and the precisions that each is measured in."""
-NAMES = (*PROFILES, *RUNS, "engine_soak")
-EPILOG = examples(
-    "records --data DATA --out docs/results",
-    "records --data DATA --out docs/results engine_speed profile_qwen3_8b",
-    "records --check --out docs/results",
-)
+EPILOG = examples("records --out docs/results")
 
 
 def records(
     out: RecordFolder,
-    data: Annotated[Path | None, typer.Option(help="Folder of JSONL files with `turns`.", exists=True)] = None,
-    names: Annotated[list[str], typer.Argument(help=f"{', '.join(NAMES)}; all by default.", metavar="NAME")] = [],  # noqa: B006
-    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="cuda or cpu.")] = "cuda",
-    check: Annotated[bool, typer.Option("--check", help="Only compare existing records with the limits.")] = False,
+    check: Annotated[bool, typer.Option("--check", hidden=True)] = True,
+    data: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Measure the records of the performance page on this machine.
+    """Compare the records of the performance page with the limits of the engine.
 
-    Stop it at any time: the same command resumes. A record of the same commit, command and machine is kept. Exit status
-    1: a record could not be made, or says that something is wrong; with --check, that a limit is not kept.
+    `benchmarks/recipes/performance.sh` measures them. Exit status 1: a limit is not kept.
     """
-    if check:
-        table, holds = check_limits(out)
-        print(table)
-        raise typer.Exit(0 if holds else 1)
-    if data is None:
-        raise typer.BadParameter("give --data FOLDER")
-    if unknown := [name for name in names if name not in NAMES]:
-        raise ValueError(f"no record is called {unknown[0]}; there are {', '.join(NAMES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here; --device cpu measures without one")
-    out.mkdir(parents=True, exist_ok=True)
-    if failed := [name for name in names or NAMES if not make(name, data, out, device)]:
-        print(f"failed, or say that something is wrong: {', '.join(failed)}", file=sys.stderr)
-        raise typer.Exit(1)
+    if data is not None:
+        raise ValueError(f"records are measured by `benchmarks/recipes/performance.sh {data} {out}`")
+    table, holds = check_limits(out)
+    print(table)
+    raise typer.Exit(0 if holds else 1)
 
-
-def make(name: str, data: Path, folder: Path, device: str) -> bool:
-    """Make a record in processes of their own, which free their memory. False: something is wrong."""
-    path = folder / f"{name}.json"
-    lines = commands(name, data, path, device)
-    if (kept := current(path, lines[0], device)) is not None:
-        print(f"{path}: exists", flush=True)
-        return bool(kept.get("holds", True))
-    holds = True
-    for words in lines:
-        print(f"{path}: python -m {' '.join(words)}", flush=True)
-        holds = subprocess.run([sys.executable, "-m", *words]).returncode == 0 and holds
-    found = [Path(words[-1]) / RESULTS_FILE for words in lines]
-    if name in RUNS and all(file.is_file() for file in found):
-        results = {dtype: read_record(file) for dtype, file in zip(RUNS[name], found, strict=True)}
-        first = results[RUNS[name][0]]
-        about = {key: first[key] for key in ("command", "date", "hardware", "versions", "model", "device")}
-        about |= {"head": first["recipe"]["head"] or first["model"], "max_tokens": first["recipe"]["max_tokens"]}
-        write_record(path, {**about, "holds": holds, "results": results}, first["commit"])
-    return holds
-
-
-def current(path: Path, words: Sequence[str], device: str) -> Mapping[str, Any] | None:
-    """A whole record of this source, command and machine. None: there is none."""
-    record, commit = json.loads(read_text(path)) if path.is_file() else {}, current_commit()
-    if not is_whole_commit(commit) or record.get("commit") != commit or "unfinished" in record:
-        return None
-    where = "gpu" if device == "cuda" else "cpu"
-    is_here = record["device"] == device and record["hardware"].get(where) == hardware()[where]
-    is_same = without_out(record["command"]) == without_out(module_command(words))
-    return record if is_here and is_same else None
-
-
-def without_out(line: str) -> list[str]:
-    """Words of a command without `--out FILE`."""
-    words = shlex.split(line)
-    place = words.index("--out")
-    return words[:place] + words[place + 2 :]
-
-
-def commands(name: str, data: Path, path: Path, device: str) -> list[list[str]]:
-    """Commands of a record, one for each precision of a recipe. The folder of a run belongs to one commit."""
-    where = ["--device", device, "--out"]
-    if name in PROFILES:
-        return [["jetspec", "profile", "--shape", *PROFILES[name].split(), *where, str(path)]]
-    if name not in RUNS:
-        return [["benchmarks", "soak", "--head", DEFAULT_MODEL, "--data", str(data), *where, str(path)]]
-    run = ["benchmarks", "run", f"benchmarks/recipes/{name}.yaml", "--data-dir", str(data)]
-    folders = {dtype: f"runs/bench/{name}_{dtype}_{str(current_commit())[:7]}" for dtype in RUNS[name]}
-    return [[*run, "--dtype", dtype, *where, folder] for dtype, folder in folders.items()]
-
-
-# -- limits that the engine is built to keep
 
 Value = Callable[[Record], float]
 Needs = Mapping[str, Any]
@@ -164,7 +75,7 @@ class Limit:
         """Row of the table, by the record of a folder."""
         value, commit, told = None, None, "not measured"
         try:
-            record = read_record(folder / f"{self.record}.json")
+            record = read_engine(folder / f"{self.record}.json")
             require(record, self.needs)
             value, commit = self.value(record), record["commit"]
             told = number(value)
@@ -273,7 +184,7 @@ def edge_ms(folder: Path, budget: int) -> Value:
 
     def value(record: Record) -> float:
         try:
-            without = read_record(folder / "profile_qwen3_8b.json")
+            without = read_engine(folder / "profile_qwen3_8b.json")
         except ValueError:
             raise NotMeasured("rounds without an edge term") from None
         require(without, {**DENSE, **{name: record[name] for name in ("commit", "hardware")}})

@@ -313,6 +313,17 @@ def read_record(file: Path) -> Record:
 # -- records of the engine's speed and texts
 
 
+def read_engine(path: Path) -> Record:
+    """A record, with its `results` by precision: those of `run` are files of their own, such as NAME_float32.json."""
+    record = read_record(path)
+    if "cells" not in record:
+        return record
+    others = map(read_record, sorted(path.parent.glob(f"{path.stem}_float*.json")))
+    found = [record, *(other for other in others if other["commit"] == record["commit"])]
+    about = {"head": record["recipe"]["head"] or record["model"], "max_tokens": record["recipe"]["max_tokens"]}
+    return {**record, **about, "results": {each["dtype"]: each for each in found}}
+
+
 def engine_rows(record: Record) -> pd.DataFrame:
     """A row per precision and setting of our engine, from the records of `run`, or of the checks before them."""
     rows: list[dict[str, Any]] = []

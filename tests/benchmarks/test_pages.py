@@ -121,11 +121,12 @@ def test_the_best_tree_is_the_fastest_over_all_sets(root: Path) -> None:
 
 def test_records_of_runs_fill_the_tables_of_the_engine(root: Path) -> None:
     folder = make_run(root / "run", methods=("plain", "transformers", "jetspec-edge"), temperatures=(0.0,))
-    record = {"results": {"bfloat16": json.loads((folder / "results.json").read_text())}}
+    record = json.loads((folder / "results.json").read_text()) | ORIGIN
+    (root / "docs" / "results" / "engine_batches_float32.json").write_text(json.dumps({**record, "dtype": "float32"}))
     speeds = read_table(make(root, "engine_speed", record, "docs/results/engine.md"))
     assert {(row["set"], row["budget"]) for row in speeds} == set(product(TASKS, ("plain", "16", "64", "256")))
-    (batches,) = (read_table(make(root, "engine_batches", record)),)
-    assert [list(row) for row in batches] == [["batch", "plain", "16", "64", "256", "best over plain"]] * 2
+    batches = cells(make(root, "engine_batches", record))
+    assert batches.count(["batch", "plain", "16", "64", "256", "best over plain"]) == 2
     (strict,) = read_table(make(root, "engine_strict", record))
     assert strict["texts"] == f"{40 * 3 * 3 * 2}" and strict["by more than a tie"] == "0"
 
