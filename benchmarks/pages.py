@@ -38,7 +38,7 @@ from benchmarks.results import (
     read_record,
 )
 from benchmarks.tables import glance_table, groups_of
-from benchmarks.training import TREE_BUDGETS, VARIANTS
+from benchmarks.training import ABLATIONS, TREE_BUDGETS
 from jetspec.files import read_text, write_whole
 from jetspec.models.hub import DEFAULT_MODEL
 
@@ -337,34 +337,16 @@ def tree_table(record: Record) -> str:
 
 # -- ablations
 
-COMPARISONS: dict[str, tuple[str, ...]] = {
-    "Mask and edge term": ("causal", "bidirectional", "edge-32", "edge-128", "edge-256"),
-    "Loss": ("causal", "sft", "reverse-kl"),
-    **{
-        f"Weight of positions, {mask}": (mask, *(f"{mask}-gamma-{gamma}" for gamma in (3, 7, 15)))
-        for mask in ("causal", "bidirectional")
-    },
-    "Learning rate": ("lr-0.001", "lr-0.002", "causal", "lr-0.01", "lr-0.02"),
-    "Learning rate, SFT": ("sft-lr-0.001", "sft-lr-0.002", "sft", "sft-lr-0.01", "sft-lr-0.02"),
-    "Learning rate, bidirectional": (
-        *("bidirectional-lr-0.002", "bidirectional", "bidirectional-lr-0.01", "bidirectional-lr-0.02"),
-    ),
-    "Optimizer": ("causal", "adamw"),
-    "Whose text": ("regenerated", "corpus"),
-    "EAGLE-3": tuple(name for name in VARIANTS if name.startswith("eagle3")),
-    "Chance": (
-        *("causal", "causal-seed-1", "causal-seed-2", "bidirectional", "bidirectional-seed-1", "sft", "sft-seed-1"),
-    ),
-}
+COMPARISONS: dict[str, list[str]] = ABLATIONS["comparisons"]
 """Variants that are compared with each other."""
-ABLATIONS = ("ablations", "ablations_longer", "ablations_eagle3")
+LENGTHS = ("ablations", "ablations_longer", "ablations_eagle3")
 SCORES = ("equal_steps_causal", "equal_steps_edge")
 
 
 def ablations(docs: Path, mark: str) -> str | None:
     """Tables and plots of every comparison at each length of training, then two heads task by task."""
     parts = []
-    for folder in ABLATIONS:
+    for folder in LENGTHS:
         found = {path.stem: read_record(path) for path in sorted((docs / "results" / folder).glob("*.json"))}
         parts += length_parts(found, docs) if found else []
     paths = [path for name in SCORES if (path := docs / "results" / f"{name}.json").exists()]

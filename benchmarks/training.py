@@ -49,6 +49,7 @@ from jetspec.models.weights import load_target
 from jetspec.profile.timing import Moment, without_capture
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, shown_head, write_record
+from jetspec.settings import read_settings
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.evaluate import score_head
 from jetspec.train.loss import DraftLoss
@@ -77,34 +78,10 @@ Tokens = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 
 
 BASE = ("head.edge_rank=0", "head.causal=true", "loss.kind=forward_kl", "loss.gamma=null")
-"""Settings of the base: a plain causal head trained by forward KL with equal weights. An EAGLE-3 head is trained as its
-recipe says."""
 TEXTS = ("regenerated", "corpus")
 """Variants that are trained on answers of their own."""
-SLOWER, FASTER, MASK = (0.001, 0.002), (0.01, 0.02), "head.causal=false"
-VARIANTS: dict[str, tuple[str, ...]] = {
-    "causal": ("1, 2, 3, 4, 7",),
-    **{f"causal-seed-{seed}": ("", f"seed={seed}") for seed in (1, 2)},
-    "bidirectional": ("1, 2, 7", MASK),
-    "bidirectional-seed-1": ("", MASK, "seed=1"),
-    **{f"edge-{rank}": ("1, 2", f"head.edge_rank={rank}") for rank in (32, 128, 256)},
-    "sft": ("3, 4", "loss.kind=sft"),
-    "sft-seed-1": ("", "loss.kind=sft", "seed=1"),
-    "reverse-kl": ("4", "loss.kind=reverse_kl"),
-    **{f"causal-gamma-{gamma}": ("7", f"loss.gamma={gamma}") for gamma in (3, 7, 15)},
-    **{f"bidirectional-gamma-{gamma}": ("7", MASK, f"loss.gamma={gamma}") for gamma in (3, 7, 15)},
-    **{f"lr-{lr}": ("3", f"optimizer.lr={lr}") for lr in (*SLOWER, *FASTER)},
-    **{f"sft-lr-{lr}": ("3", "loss.kind=sft", f"optimizer.lr={lr}") for lr in (*SLOWER, *FASTER)},
-    **{f"bidirectional-lr-{lr}": ("", MASK, f"optimizer.lr={lr}") for lr in (0.002, *FASTER)},
-    "adamw": ("", "optimizer.kind=adamw", "optimizer.lr=0.002"),
-    **dict.fromkeys(TEXTS, ("6",)),
-    **{
-        f"{EAGLE3}-{kind}-{lr}": ("", f"optimizer.kind={kind}", f"optimizer.lr={lr}")
-        for kind, rates in {"adamw": (0.0005, *SLOWER), "muon": (0.002, 0.005, *FASTER, 0.04)}.items()
-        for lr in rates
-    },
-}
-"""The paper's tables that a variant belongs to, and its changes to the base."""
+ABLATIONS: dict[str, Any] = read_settings(Path(__file__).with_name("ablations.yaml"))
+VARIANTS: dict[str, dict[str, Any]] = ABLATIONS["variants"]
 
 
 def ablate(
@@ -157,14 +134,14 @@ def ablate(
             head, results = run_variant(config, target, data[config.data], answers, name)
             if keep_heads is not None:
                 save_any_head(head, keep_heads / name)
-            about = {"variant": name, "tables": VARIANTS[name][0], "questions": limit, "tokens": tokens}
+            about = {"variant": name, "tables": VARIANTS[name]["tables"], "questions": limit, "tokens": tokens}
             write_record(out / f"{name}.json", {**about, **results}, commit)
             print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
 
 
 def variant_of(recipe: Path, changes: Sequence[str], name: str) -> TrainConfig:
     base = () if name.startswith(EAGLE3) else BASE
-    return load_recipe(recipe, (*changes, *base, *VARIANTS[name][1:]))
+    return load_recipe(recipe, (*changes, *base, *VARIANTS[name]["set"]))
 
 
 def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
