@@ -41,8 +41,8 @@ from benchmarks.tables import glance_table, groups_of
 from benchmarks.training import ABLATIONS, TREE_BUDGETS
 from jetspec.files import read_text, write_whole
 from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.settings import read_settings
 
-STAGES = ("draft", "build", "verify", "accept", "commit")
 PLAIN = 1
 """Budget of plain decoding."""
 VLLM_TABLE = 11
@@ -56,6 +56,7 @@ Rounds = Mapping[str, Mapping[str, float]]
 """Tokens per round by task, then by size of the tree."""
 Columns = Mapping[str, str]
 """Format of a column's text, by title."""
+COLUMNS: Mapping[str, Columns] = read_settings(Path(__file__).with_name("columns.yaml"))
 
 
 def pages(
@@ -117,36 +118,11 @@ def table(records: Iterable[Mapping[str, Any]], columns: Columns, text_columns: 
 
 # -- the engine
 
-PROFILE = {
-    "budget": "{budget}",
-    "context": "{context}",
-    "round": "{round_ms:.2f}",
-    **{stage: f"{{stages_ms[{stage}]:.2f}}" for stage in STAGES},
-    "floor": "{floor_round_ms:.2f}",
-    "ratio": "{ratio_round:.2f}",
-    "reading": "{read_round_ms:.2f}",
-    "plain step": "{plain_ms:.2f}",
-    "plain floor": "{floor_plain_ms:.2f}",
-    "plain ratio": "{ratio_plain:.2f}",
-    "loop": "{step_ms:.2f}",
-    "idle": "{idle_frac:.1%}",
-}
-SPARSE = {"experts": "{experts_round:.0f}", "GB": "{gigabytes:.1f}"}
-"""Experts that a layer of a mixture visits, and gigabytes of reads."""
-SPEEDS = {"tokens/s": "{tokens_per_s:.0f}", "tokens per round": "{tokens_per_round:.2f}", "over plain": "{speedup:.2f}"}
-TEXTS = {
-    "differ": "{different}",
-    "by more than a tie": "{mistakes}",
-    "by a wide tie": "{wide}",
-    "widest gap": "{widest:.2g}",
-    "tie is up to": "{tie_limit:.2g}",
-}
-
 
 def profile_table(record: Record) -> str:
     """A row per budget and context."""
     runs = [{**run, "gigabytes": run["bytes_round"] / 1e9} for run in record["runs"]]
-    return table(runs, PROFILE if runs[0]["experts_round"] is None else {**PROFILE, **SPARSE})
+    return table(runs, COLUMNS["profile" if runs[0]["experts_round"] is None else "sparse"])
 
 
 def speed_table(record: Record) -> str:
@@ -156,10 +132,9 @@ def speed_table(record: Record) -> str:
     ratios = rows.get("speedup_over_transformers", rows.budget * math.nan)
     # This ratio depends on the host: two digits.
     rows["others"] = [NONE if math.isnan(ratio) else f"{float(f'{ratio:.2g}'):g}" for ratio in ratios]
-    columns = {"dtype": "{dtype}", "set": "{set}", "budget": "{trees}", **SPEEDS, "over transformers": "{others}"}
     count = rows.transformers_prompts[0]
     note = f"`transformers`: {how_many(count, 'prompt')} of each set.\n\n" if count else ""
-    return note + table(rows.to_dict("records"), {**columns, **TEXTS})
+    return note + table(rows.to_dict("records"), COLUMNS["speed"])
 
 
 def best_table(record: Record) -> str:
@@ -207,9 +182,7 @@ def strict_table(record: Record) -> str:
     sums = rows.groupby("dtype", sort=False)[["prompts", "tokens", "rounds", "different", "mistakes", "wide"]].sum()
     most = rows.groupby("dtype", sort=False)[["widest", "tie_limit"]].max()
     found = sums.join(most).assign(tokens_per_round=sums.tokens / sums.rounds).reset_index()
-    columns = {"dtype": "{dtype}", "texts": "{prompts:,}", "tokens": "{tokens:,}", **SPEEDS, **TEXTS}
-    del columns["tokens/s"], columns["over plain"]
-    return table(found.to_dict("records"), columns)
+    return table(found.to_dict("records"), COLUMNS["strict"])
 
 
 def soak_table(record: Record) -> str:
@@ -220,23 +193,6 @@ def soak_table(record: Record) -> str:
 
 
 # -- vLLM, training, heads
-
-ANSWERS = {
-    "prompts": "{answered:,}",
-    "processes": "{jobs}",
-    "tokens": "{tokens:,}",
-    "seconds": "{seconds:.1f}",
-    "tokens/s": "{tokens_per_s:,.0f}",
-}
-TRAINING = {
-    "rows": "{rows}",
-    "tokens of a row": "{row_len}",
-    "anchors of a row": "{anchors}",
-    "at once": "{anchors_at_once}",
-    "ms per step": "{step_ms:.1f}",
-    "predictions/s": "{positions_per_s:,.0f}",
-    "peak GB": "{gigabytes:.1f}",
-}
 
 
 def vllm_table(record: Record) -> str:
@@ -278,7 +234,7 @@ def texts_note(result: Record) -> str:
 
 
 def training_table(record: Record) -> str:
-    return table(({**shape, "gigabytes": shape["peak_bytes"] / 1e9} for shape in record["shapes"]), TRAINING)
+    return table(({**shape, "gigabytes": shape["peak_bytes"] / 1e9} for shape in record["shapes"]), COLUMNS["training"])
 
 
 def decoded(record: Record) -> str:
@@ -419,16 +375,6 @@ def scores_table(records: Mapping[str, Record]) -> str:
 
 # -- servers and benchmarks
 
-RATES = {
-    "requests/s": "{rate}",
-    "server": "{server}",
-    "tokens/s": "{tokens_per_s:,.0f}",
-    "tokens per round": "{rounds}",
-    **{title: f"{{{key}}}" for key, title in TIMES.items()},
-    "waiting": "{waiting_at_the_end}",
-    "failed": "{failed}",
-}
-
 
 def rates(docs: Path, mark: str) -> str | None:
     """Text, plot and table of `serve rates`."""
@@ -465,7 +411,7 @@ def rates_table(record: Record) -> str:
             times = {key: " / ".join(f"{t:,.{int(t < 100)}f}" for t in found[key].values()) for key in TIMES}
             per_round = f"{found['tokens_per_round']:.2f}" if found["tokens_per_round"] else "–"
             rows.append({**found, **times, "rate": rate, "server": name, "rounds": per_round})
-    return table(rows, RATES, text_columns=2)
+    return table(rows, COLUMNS["rates"], text_columns=2)
 
 
 def benchmark(docs: Path, mark: str) -> str | None:
@@ -499,7 +445,7 @@ PAGES: Mapping[str, Mapping[str, Maker]] = {
     },
     "docs/results/training.md": {
         "head": of_record(decoded, "head_smollm2", has_origin=False),
-        "regenerate_smollm2_h200": of_record(lambda record: table(record["runs"], ANSWERS)),
+        "regenerate_smollm2_h200": of_record(lambda record: table(record["runs"], COLUMNS["answers"])),
         "training_speed_smollm2": of_record(training_table),
         "ablations": ablations,
     },
