@@ -155,6 +155,11 @@ class DraftCost:
     c_percent: Estimate
     """Cost of a drafted token, in percent of a verify pass."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Context and depth."""
+        return self.context, self.depth
+
 
 @dataclass(frozen=True)
 class Run:

@@ -468,7 +468,7 @@ def cost_table(costs: Iterable[DraftCost], beside_paper: bool) -> str:
             "draft ms": cost.draft_ms.text(3),
             "verify ms": cost.verify_ms.text(3),
             "c in %": cost.c_percent.text(3),
-            "paper's": text_of(paper.get((cost.context, cost.depth)), 3),
+            "paper's": text_of(paper.get(cost.place), 3),
         }
         for cost in costs
     ]
