@@ -86,28 +86,12 @@ def build_report(inputs: Sequence[Run], paper: bool = True, painter: Painter | N
         return "\n\n".join(make(painter, *args)) if painter else ""
 
     runs = [run for run in inputs if run.cells]
-    text = template("report.md.j2").render(
-        inputs=inputs,
-        runs=runs,
-        several=len(runs) > 1,
-        beside_paper=paper,
-        title=TITLE,
-        heads=[run for run in inputs if "details" in run.record],
-        missing="" if painter else EXTRA,
-        tables=tables,
-        plots=plots,
-        paper=published,
-        draw=draw,
-        folded=folded,
-        json=json.dumps,
-        warnings=warnings,
-        different=different,
-        not_in_both=not_in_both,
-        by_table=by_table,
-        alone=alone,
-        costs_of=costs_of,
-        origin=origin,
-    )
+    helpers = (draw, joined, folded, warnings, different, not_in_both, by_table, alone, costs_of, origin)
+    names = {helper.__name__: helper for helper in helpers}
+    names |= {"tables": tables, "plots": plots, "paper": published, "json": json.dumps}
+    told = {"title": TITLE, "missing": "" if painter else EXTRA, "several": len(runs) > 1, "beside_paper": paper}
+    heads = [run for run in inputs if "details" in run.record]
+    text = template("report.md.j2").render(inputs=inputs, runs=runs, heads=heads, **told, **names)
     return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
@@ -129,6 +113,11 @@ def warnings(run: Run) -> Iterator[str]:
     yield from run.notes
     if not any(cell.speedup for cell in run.cells):
         yield "plain decoding was not measured, so there are no speedups."
+
+
+def joined(*texts: str | None) -> str:
+    """Texts as one paragraph on a line."""
+    return " ".join(" ".join(text.split()) for text in texts if text).strip()
 
 
 def different(a: Run, b: Run) -> list[str]:
