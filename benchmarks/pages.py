@@ -131,7 +131,7 @@ def speed_table(record: Record) -> str:
     rows["trees"] = rows.budget.where(rows.budget != PLAIN, "plain")
     ratios = rows.get("speedup_over_transformers", rows.budget * math.nan)
     # This ratio depends on the host: two digits.
-    rows["others"] = [NONE if math.isnan(ratio) else f"{float(f'{ratio:.2g}'):g}" for ratio in ratios]
+    rows["others"] = [NONE if pd.isna(ratio) else f"{float(f'{ratio:.2g}'):g}" for ratio in ratios]
     count = rows.transformers_prompts[0]
     note = f"`transformers`: {how_many(count, 'prompt')} of each set.\n\n" if count else ""
     return note + table(rows.to_dict("records"), COLUMNS["speed"])

@@ -65,8 +65,10 @@ class Kind:
     """Remark for a reader of its numbers."""
 
 
-_SHAPE = ("width", "depth", "ngrams", "choice_model", "expand", "score", "entropy_weight", "draft_temperature")
-_SHAPE += ("shortlist", "shortlist_parents", "batch_trees")
+_SHAPE = (
+    *("width", "depth", "ngrams", "choice_model", "expand", "score", "entropy_weight", "draft_temperature"),
+    *("shortlist", "shortlist_parents", "batch_trees"),
+)
 """Settings of a method that are settings of its trees."""
 KINDS = {name: from_dict(Kind, raw) for name, raw in read_settings(Path(__file__).with_name("methods.yaml")).items()}
 

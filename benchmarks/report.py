@@ -87,7 +87,7 @@ def build_report(inputs: Sequence[Run], paper: bool = True, painter: Painter | N
 
     runs = [run for run in inputs if run.cells]
     helpers = (draw, joined, folded, warnings, different, not_in_both, by_table, alone, costs_of, origin)
-    names = {helper.__name__: helper for helper in helpers}
+    names: dict[str, Any] = {helper.__name__: helper for helper in helpers}
     names |= {"tables": tables, "plots": plots, "paper": published, "json": json.dumps}
     told = {"title": TITLE, "missing": "" if painter else EXTRA, "several": len(runs) > 1, "beside_paper": paper}
     heads = [run for run in inputs if "details" in run.record]
