@@ -17,20 +17,24 @@ from benchmarks.results import Record, best_over_plain, engine_rows, read_engine
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import is_whole_commit
 
+SCRIPT = "benchmarks/recipes/performance.sh"
 EPILOG = examples("records --out docs/results")
 
 
 def records(
     out: RecordFolder,
+    names: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     check: Annotated[bool, typer.Option("--check", hidden=True)] = True,
     data: Annotated[Path | None, typer.Option(hidden=True)] = None,
+    device: Annotated[str, typer.Option(hidden=True)] = "cuda",
 ) -> None:
     """Compare the records of the performance page with the limits of the engine.
 
     `benchmarks/recipes/performance.sh` measures them. Exit status 1: a limit is not kept.
     """
     if data is not None:
-        raise ValueError(f"records are measured by `benchmarks/recipes/performance.sh {data} {out}`")
+        chosen = f"ONLY='{' '.join(names)}' " if names else ""
+        raise ValueError(f"records are measured by `{chosen}DEVICE={device} {SCRIPT} {data} {out}`")
     table, holds = check_limits(out)
     print(table)
     raise typer.Exit(0 if holds else 1)

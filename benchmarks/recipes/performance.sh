@@ -2,13 +2,15 @@
 # Every record of the performance page, measured on this machine. Stopped at any time, the same command goes on: records of
 # the same commit are kept. `python -m benchmarks records --out OUT` then compares them with the limits.
 #   benchmarks/recipes/performance.sh QUESTIONS [OUT]      in the root of the repository
-# DEVICE=cpu measures without a GPU.
+# DEVICE=cpu measures without a GPU, ONLY="NAME NAME" some of the records.
 set -uo pipefail
 questions=${1:?give QUESTIONS [OUT]} out=${2:-docs/results} device=${DEVICE:-cuda}
 jetspec=${JETSPEC:-jetspec} benchmarks=${BENCHMARKS:-python -m benchmarks} smollm2=smollm2-135m-instruct
 commit=$(git rev-parse HEAD) failed=""
 
-is_made() { grep -qs "\"commit\": \"$commit\"" "$out/$1.json"; }
+is_made() { # or not asked for
+    [[ -n ${ONLY:-} && " $ONLY " != *" $1 "* ]] || grep -qs "\"commit\": \"$commit\"" "$out/$1.json"
+}
 
 profile() { # NAME SHAPE [OPTIONS]
     is_made "$1" || $jetspec profile --shape "${@:2}" --set "profile.device=$device" --out "$out/$1.json" || failed+=" $1"

@@ -60,14 +60,15 @@ def test_all_records_of_the_page_and_the_limits_are_made_once(tmp_path: Path) ->
         assert first != "run" or read_plan(ROOT / words[0], {})
     assert measure(tmp_path) == (0, [])
     (tmp_path / "out" / "engine_soak.json").write_text('{"commit": "another"}')
+    assert measure(tmp_path, ONLY="engine_strict engine_speed") == (0, [])
     assert [words[0] for words in measure(tmp_path)[1]] == ["soak"]
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     status, commands = measure(tmp_path, fails="edge_rank")
     assert status == 1 and len(commands) == len(NAMES) + 2
-    refused = invoke("records", "--data", tmp_path, "--out", tmp_path)
-    assert refused.exit_code == 2 and "performance.sh" in refused.stderr
+    refused = invoke("records", "--data", tmp_path, "--out", tmp_path, "engine_soak", "--device", "cpu")
+    assert refused.exit_code == 2 and "ONLY='engine_soak' DEVICE=cpu benchmarks/recipes/performance" in refused.stderr
 
 
 # -- limits
