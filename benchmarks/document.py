@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+from jinja2 import Environment, FileSystemLoader, Template
 from markdown_it import MarkdownIt
 
 NONE = "-"
@@ -41,9 +41,15 @@ def make_table(
     return f"{lines}\n\n{caption}" if lines and caption else lines
 
 
+def template(name: str, autoescape: bool = False) -> Template:
+    """A template of this folder."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    return Environment(loader=loader, autoescape=autoescape, trim_blocks=True, lstrip_blocks=True).get_template(name)
+
+
 def folded(title: str, content: str) -> str:
-    """A part of a report that is folded at first."""
-    return f"<details><summary>{escape(title)}</summary>\n\n{content}\n\n</details>"
+    """A part of a report that is folded at first; nothing without content."""
+    return content and f"<details><summary>{escape(title)}</summary>\n\n{content}\n\n</details>"
 
 
 def to_html(title: str, text: str, pictures: Mapping[str, str]) -> str:
@@ -73,5 +79,4 @@ def to_html(title: str, text: str, pictures: Mapping[str, str]) -> str:
             token.attrSet("id", anchor)
             sections |= {anchor: content.content} if token.tag == "h2" else {}
     body = reader.renderer.render(tokens, reader.options, {})
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    return environment.get_template("report.html.j2").render(title=title, sections=sections, body=body) + "\n"
+    return template("report.html.j2", autoescape=True).render(title=title, sections=sections, body=body) + "\n"

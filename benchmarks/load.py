@@ -125,29 +125,15 @@ def read_chats(path: Path | None, count: int | None) -> list[list[Message]]:
     return chats
 
 
-@dataclass(frozen=True)
-class Part:
-    """Requests of a load that one of several processes sends: every `step`-th from `first` on."""
-
-    first: int = 0
-    step: int = 1
-    began: float | None = None
-    """Start of the arrivals on `time.perf_counter`, which all processes share. None: now."""
-    max_wait_s: float = math.inf
-    """Time after the last arrival at which unanswered requests are given up."""
-
-
-WHOLE = Part()
-
-
 async def send_load(
     load: Load,
     chats: Sequence[list[Message]],
     key: str | None,
     done: Callable[[], object] = lambda: None,
-    part: Part = WHOLE,
+    max_wait_s: float = math.inf,
 ) -> list[Timing]:
-    """Send all requests, taking chats by turns. A request that fails is counted, not repeated."""
+    """Send all requests, taking chats by turns. A request that fails is counted, not repeated; one without an answer so
+    long after the last arrival is given up."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     shared = {"model": load.model or first_model(load.api, headers), "max_tokens": load.max_tokens}
     shared |= {"temperature": load.temperature, **STREAMED}
@@ -155,9 +141,8 @@ async def send_load(
         shared["jetspec"] = {"budget": load.budget}
     async with connect(load.api, load.concurrency, headers) as client:
         slots = asyncio.Semaphore(load.concurrency)
-        began = time.perf_counter() if part.began is None else part.began
-        arrivals = load.arrivals()
-        end = began + arrivals[-1] + part.max_wait_s
+        began, arrivals = time.perf_counter(), load.arrivals()
+        end = began + arrivals[-1] + max_wait_s
 
         async def one(number: int) -> Timing:
             timing = Timing(began + arrivals[number])  # a client that wakes up late is slow, and that counts
@@ -172,7 +157,7 @@ async def send_load(
             done()
             return timing
 
-        return await asyncio.gather(*(one(number) for number in range(part.first, load.requests, part.step)))
+        return await asyncio.gather(*(one(number) for number in range(load.requests)))
 
 
 def times_of(timing: Timing) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -148,12 +148,6 @@ class Difference(Gap):
     """Common tokens before."""
     plain: int | None = None
     other: int | None = None
-
-
-def cached(judge: Judge) -> Judge:
-    """A judge that reads each text once."""
-    read = cache(judge)
-    return lambda tokens: read(tuple(tokens))
 
 
 def rounded(fresh: FreshPass, seed: int) -> Judge:

@@ -39,10 +39,9 @@ from benchmarks.rows import (
     Answering,
     Group,
     Key,
-    KeyedFile,
     Row,
+    RowsFile,
     check_prompts,
-    group_key,
     has_failed,
     kept_settings,
     questions_digest,
@@ -120,7 +119,7 @@ class Bench:
         settings = self.settings()
         for method in self.methods if fresh else ():
             check_ready(self.llm, method)
-        with closing(KeyedFile(self.folder / ROWS_FILE, group_key, fresh)) as file:
+        with closing(RowsFile(self.folder / ROWS_FILE, fresh)) as file:
             wanted = list(self.groups())
             todo = [g for g in wanted if g.key not in file.rows or (retry_failed and has_failed(file.rows[g.key]))]
             is_held = held_settings({cell for cell, _, _ in file.rows})

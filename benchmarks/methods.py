@@ -315,15 +315,13 @@ class TransformersMethod(Method):
 
 
 class RoundCounter:
-    """Streamer that notes the time and the tokens of every round of `generate`, after the prompt."""
+    """Streamer that notes the tokens of every round of `generate`, after the prompt."""
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
-        self.times: list[float] = []
 
     def put(self, tokens: Tensor) -> None:
         self.lengths.append(tokens.numel())
-        self.times.append(time.perf_counter())
 
     def end(self) -> None:
         pass
@@ -342,16 +340,6 @@ class RoundCounter:
             lengths.append(min(length, num_tokens) - 1)
             num_tokens -= length
         return lengths
-
-
-@torch.inference_mode()
-def token_times(model: PreTrainedModel, prompt: Sequence[int], tokens: int) -> list[float]:
-    """Time of each of so many greedy tokens of `generate`, which never ends early."""
-    ids, counter = torch.tensor([list(prompt)], device=model.device), RoundCounter()
-    length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-    mask = torch.ones_like(ids)
-    model.generate(ids, attention_mask=mask, do_sample=False, pad_token_id=0, streamer=counter, **length)
-    return counter.times[1:]  # the streamer gets the prompt before the first token
 
 
 # -- servers

@@ -27,6 +27,17 @@ Questions = Annotated[
 TrainRecipe = Annotated[Path, typer.Option(help="Training recipe with the settings that all share.", metavar="FILE")]
 Settings = Annotated[list[str], typer.Option("--set", help="Change a setting of the recipe.", metavar="KEY=VALUE")]
 DEFAULT = DEFAULT_MODEL
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+"""Context settings of a command that left."""
+
+
+def moved(old: str, now: str) -> Callable[[], None]:
+    """A command that left, and tells where it went."""
+
+    def command() -> None:
+        raise ValueError(f"`python -m benchmarks {old}` is now `python -m benchmarks {now}`")
+
+    return command
 
 
 def with_options(options: Callable[..., Any], **defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -15,23 +15,35 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
+import pandas as pd
 import typer
 
 from benchmarks.document import NONE, make_table
+from benchmarks.estimate import how_many
 from benchmarks.load import PERCENTILES
 from benchmarks.options import examples
 from benchmarks.paper import paper_rows
 from benchmarks.plots import TIMES, draw_lines, draw_rates
 from benchmarks.records import check_limits
 from benchmarks.report import write_report
-from benchmarks.results import RESULTS_FILE, Record, commits_of, device_of, read_inputs, read_record
+from benchmarks.results import (
+    RESULTS_FILE,
+    Record,
+    best_over_plain,
+    commits_of,
+    device_of,
+    engine_rows,
+    read_engine,
+    read_inputs,
+    read_record,
+)
 from benchmarks.tables import glance_table, groups_of
-from benchmarks.training import TREE_BUDGETS, VARIANTS
+from benchmarks.training import ABLATIONS, TREE_BUDGETS
 from jetspec.files import read_text, write_whole
 from jetspec.models.hub import DEFAULT_MODEL
+from jetspec.settings import read_settings
 from jetspec.types import SamplingParams
 
-STAGES = ("draft", "build", "verify", "accept", "commit")
 PLAIN = 1
 """Budget of plain decoding."""
 VLLM_TABLE = 11
@@ -45,6 +57,7 @@ Rounds = Mapping[str, Mapping[str, float]]
 """Tokens per round by task, then by size of the tree."""
 Columns = Mapping[str, str]
 """Format of a column's text, by title."""
+COLUMNS: Mapping[str, Columns] = read_settings(Path(__file__).with_name("columns.yaml"))
 
 
 def pages(
@@ -88,7 +101,7 @@ def of_record(table: Callable[[Record], str], name: str = "", has_origin: bool =
         path = docs / "results" / f"{name or mark}.json"
         if not path.exists():
             return None
-        record = read_record(path)
+        record = read_engine(path)
         if not has_origin:
             return table(record)
         versions = record["versions"]
@@ -106,122 +119,73 @@ def table(records: Iterable[Mapping[str, Any]], columns: Columns, text_columns: 
 
 # -- the engine
 
-PROFILE = {
-    "budget": "{budget}",
-    "context": "{context}",
-    "round": "{round_ms:.2f}",
-    **{stage: f"{{stages_ms[{stage}]:.2f}}" for stage in STAGES},
-    "floor": "{floor_round_ms:.2f}",
-    "ratio": "{ratio_round:.2f}",
-    "reading": "{read_round_ms:.2f}",
-    "plain step": "{plain_ms:.2f}",
-    "plain floor": "{floor_plain_ms:.2f}",
-    "plain ratio": "{ratio_plain:.2f}",
-    "loop": "{step_ms:.2f}",
-    "idle": "{idle_frac:.1%}",
-}
-SPARSE = {"experts": "{experts_round:.0f}", "GB": "{gigabytes:.1f}"}
-"""Experts that a layer of a mixture visits, and gigabytes of reads."""
-SPEEDS = {"tokens/s": "{tokens_per_s:.0f}", "tokens per round": "{tokens_per_round:.2f}", "over plain": "{speedup:.2f}"}
-TEXTS = {
-    "differ": "{different}",
-    "by more than a tie": "{mistakes}",
-    "by a wide tie": "{wide}",
-    "widest gap": "{widest:.2g}",
-    "tie is up to": "{tie_limit:.2g}",
-}
-
 
 def profile_table(record: Record) -> str:
     """A row per budget and context."""
     runs = [{**run, "gigabytes": run["bytes_round"] / 1e9} for run in record["runs"]]
-    return table(runs, PROFILE if runs[0]["experts_round"] is None else {**PROFILE, **SPARSE})
+    return table(runs, COLUMNS["profile" if runs[0]["experts_round"] is None else "sparse"])
 
 
 def speed_table(record: Record) -> str:
     """Plain and speculative decoding of one request at a time, beside `transformers` where it was measured."""
-    runs = []
-    for dtype, result in record["results"].items():
-        for run in result["runs"]:
-            shown = "plain" if run["budget"] == PLAIN else run["budget"]
-            # This ratio depends on the host: two digits.
-            ratio = run.get("speedup_over_transformers")
-            others = NONE if ratio is None else f"{float(f'{ratio:.2g}'):g}"
-            runs.append({**with_gaps(run, result), "dtype": dtype, "budget": shown, "others": others})
-    columns = {"dtype": "{dtype}", "set": "{set}", "budget": "{budget}", **SPEEDS, "over transformers": "{others}"}
-    count = next(iter(record["results"].values())).get("transformers_prompts")
-    prompts = "prompt" if count == 1 else "prompts"
-    note = f"`transformers`: the median of {count} {prompts} of each set.\n\n" if count else ""
-    return note + table(runs, {**columns, **TEXTS})
-
-
-def with_gaps(found: Record, result: Record) -> dict[str, Any]:
-    """Comparison with the texts of plain decoding. Wide ties are those that readings of their own text show."""
-    limit, differences = result["tie_limit"], found["differences"]
-    gaps = [difference["gap"] for difference in differences if difference["gap"] is not None]
-    wide = sum(difference["tie"] and difference["gap"] > limit for difference in differences)
-    return {**found, "tie_limit": limit, "wide": wide, "widest": max(gaps, default=0.0)}
+    rows = engine_rows(record)
+    rows["trees"] = rows.budget.where(rows.budget != PLAIN, "plain")
+    ratios = rows.get("speedup_over_transformers", rows.budget * math.nan)
+    # This ratio depends on the host: two digits.
+    rows["others"] = [NONE if pd.isna(ratio) else f"{float(f'{ratio:.2g}'):g}" for ratio in ratios]
+    count = rows.transformers_prompts[0]
+    note = f"`transformers`: {how_many(count, 'prompt')} of each set.\n\n" if count else ""
+    return note + table(rows.to_dict("records"), COLUMNS["speed"])
 
 
 def best_table(record: Record) -> str:
     """Plain decoding of every set, and the size of tree that is fastest over all sets."""
-    (result,) = record["results"].values()
-    found = {(run["budget"], run["set"]): run for run in result["runs"]}
-    sets = list(dict.fromkeys(run["set"] for run in result["runs"]))
-    trees = {budget for budget, _ in found if budget != PLAIN}
-    best = max(trees, key=lambda budget: sum(found[budget, name]["speedup"] for name in sets))
+    rows = engine_rows(record)
+    plain = rows[rows.budget == PLAIN].set_index("set").tokens_per_s
+    best = rows[rows.budget != PLAIN].groupby("budget").speedup.sum().idxmax()
     columns = {
         "task": "{set}",
-        "plain: tokens/s": "{plain[tokens_per_s]:,.0f}",
+        "plain: tokens/s": "{plain:,.0f}",
         f"trees of {best}: tokens/s": "{tokens_per_s:,.0f}",
         "tokens per round": "{tokens_per_round:.2f}",
         "times as fast": "{speedup:.2f}",
     }
-    return table(({**found[best, name], "plain": found[PLAIN, name]} for name in sets), columns)
+    found = rows[rows.budget == best]
+    return table(found.assign(plain=found.set.map(plain)).to_dict("records"), columns)
 
 
 def batches_table(record: Record) -> str:
     """Tokens per second: a row per batch size, a column per tree."""
     parts = []
-    for dtype, result in record["results"].items():
-        found: dict[int, dict[str, str]] = {}
-        for run in sorted(result["runs"], key=lambda run: run["batch"]):
-            row = found.setdefault(run["batch"], {"batch": str(run["batch"])})
-            row[tree_title(run)] = f"{run['tokens_per_s']:.0f}"
-        rows = [row | {"best over plain": f"{result['best_speedup'][str(batch)]:.2f}"} for batch, row in found.items()]
-        different, mistakes = (sum(run[name] for run in result["runs"]) for name in ("different", "mistakes"))
-        parts.append(f"{dtype}: {different} texts differ from the request's own alone, {mistakes} by more than a tie.")
-        parts.append(make_table(rows))
+    for dtype, rows in engine_rows(record).groupby("dtype", sort=False):
+        titles = [tree_title(row) for row in rows.to_dict("records")]
+        speeds = rows.pivot_table(index="batch", columns=pd.Series(titles, rows.index), values="tokens_per_s")
+        texts = speeds[list(dict.fromkeys(titles))].map("{:.0f}".format)
+        texts["best over plain"] = best_over_plain(rows).groupby("batch").min().map("{:.2f}".format)
+        texts.insert(0, "batch", texts.index.map(str))
+        different, mistakes = rows.different.sum(), rows.mistakes.sum()
+        parts.append(f"{dtype}: {different} texts differ from plain ones, {mistakes} by more than a tie.")
+        parts.append(make_table(texts.to_dict("records")))
     return "\n\n".join(parts)
 
 
-def tree_title(run: Mapping[str, Any]) -> str:
-    if run["budget"] == PLAIN:
+def tree_title(row: Mapping[str, Any]) -> str:
+    if row["budget"] == PLAIN:
         return "plain"
-    if run["batch_trees"]:
-        return f"{run['budget']}, shrinking"
-    return str(run["budget"]) if run["depth"] is None else f"{run['budget']}, depth {run['depth']}"
+    if row["batch_trees"]:
+        return f"{row['budget']}, shrinking"
+    return str(row["budget"]) if pd.isna(row["depth"]) else f"{row['budget']}, depth {row['depth']:g}"
 
 
 def strict_table(record: Record) -> str:
-    columns = {"dtype": "{dtype}", "texts": "{prompts:,}", "tokens": "{tokens:,}", **SPEEDS, **TEXTS}
-    del columns["tokens/s"], columns["over plain"]
-    results = record["results"].items()
-    return table(({**with_gaps(result, result), "dtype": dtype} for dtype, result in results), columns)
+    rows = engine_rows(record)
+    rows = rows[rows.budget != PLAIN].assign(rounds=rows.tokens / rows.tokens_per_round)
+    sums = rows.groupby("dtype", sort=False)[["prompts", "tokens", "rounds", "different", "mistakes", "wide"]].sum()
+    most = rows.groupby("dtype", sort=False)[["widest", "tie_limit"]].max()
+    found = sums.join(most).assign(tokens_per_round=sums.tokens / sums.rounds).reset_index()
+    return table(found.to_dict("records"), COLUMNS["strict"])
 
 
-SAMPLING = {
-    "dtype": "{dtype}",
-    "sampling": "{setting}",
-    "budget": "{budget}",
-    "tokens per round, without": "{without[tokens_per_round]:.2f}",
-    "with": "{tokens_per_round:.2f}",
-    "plain: tokens/s": "{plain_tokens_per_s:,.0f}",
-    "trees: tokens/s, without": "{without[tokens_per_s]:,.0f}",
-    "with the choice model": "{tokens_per_s:,.0f}",
-    "over plain": "{speedup:.2f}",
-    "same texts": "{same_text} of {total}",
-}
 GAIN = """{speedup:.2f} times as fast at {setting} ({tokens_per_round:.2f} tokens per round,
 {without[tokens_per_round]:.2f} without the noise)"""
 
@@ -231,6 +195,10 @@ def sampled_rows(record: Record) -> list[dict[str, Any]]:
     rows = [{**row, "dtype": dtype} for dtype, result in record["results"].items() for row in result["rows"]]
     found = {(row["dtype"], row["setting"], row["budget"]): row for row in rows if not row["choice_model"]}
     return [{**r, "without": found[r["dtype"], r["setting"], r["budget"]]} for r in rows if r["choice_model"]]
+
+
+def sampled_table(record: Record) -> str:
+    return table(sampled_rows(record), COLUMNS["sampling"], text_columns=2)
 
 
 def sampled_speeds(record: Record) -> str:
@@ -250,23 +218,6 @@ def soak_table(record: Record) -> str:
 
 
 # -- vLLM, training, heads
-
-ANSWERS = {
-    "prompts": "{answered:,}",
-    "processes": "{jobs}",
-    "tokens": "{tokens:,}",
-    "seconds": "{seconds:.1f}",
-    "tokens/s": "{tokens_per_s:,.0f}",
-}
-TRAINING = {
-    "rows": "{rows}",
-    "tokens of a row": "{row_len}",
-    "anchors of a row": "{anchors}",
-    "at once": "{anchors_at_once}",
-    "ms per step": "{step_ms:.1f}",
-    "predictions/s": "{positions_per_s:,.0f}",
-    "peak GB": "{gigabytes:.1f}",
-}
 
 
 def vllm_table(record: Record) -> str:
@@ -308,7 +259,7 @@ def texts_note(result: Record) -> str:
 
 
 def training_table(record: Record) -> str:
-    return table(({**shape, "gigabytes": shape["peak_bytes"] / 1e9} for shape in record["shapes"]), TRAINING)
+    return table(({**shape, "gigabytes": shape["peak_bytes"] / 1e9} for shape in record["shapes"]), COLUMNS["training"])
 
 
 def decoded(record: Record) -> str:
@@ -367,34 +318,16 @@ def tree_table(record: Record) -> str:
 
 # -- ablations
 
-COMPARISONS: dict[str, tuple[str, ...]] = {
-    "Mask and edge term": ("causal", "bidirectional", "edge-32", "edge-128", "edge-256"),
-    "Loss": ("causal", "sft", "reverse-kl"),
-    **{
-        f"Weight of positions, {mask}": (mask, *(f"{mask}-gamma-{gamma}" for gamma in (3, 7, 15)))
-        for mask in ("causal", "bidirectional")
-    },
-    "Learning rate": ("lr-0.001", "lr-0.002", "causal", "lr-0.01", "lr-0.02"),
-    "Learning rate, SFT": ("sft-lr-0.001", "sft-lr-0.002", "sft", "sft-lr-0.01", "sft-lr-0.02"),
-    "Learning rate, bidirectional": (
-        *("bidirectional-lr-0.002", "bidirectional", "bidirectional-lr-0.01", "bidirectional-lr-0.02"),
-    ),
-    "Optimizer": ("causal", "adamw"),
-    "Whose text": ("regenerated", "corpus"),
-    "EAGLE-3": tuple(name for name in VARIANTS if name.startswith("eagle3")),
-    "Chance": (
-        *("causal", "causal-seed-1", "causal-seed-2", "bidirectional", "bidirectional-seed-1", "sft", "sft-seed-1"),
-    ),
-}
+COMPARISONS: dict[str, list[str]] = ABLATIONS["comparisons"]
 """Variants that are compared with each other."""
-ABLATIONS = ("ablations", "ablations_longer", "ablations_eagle3")
+LENGTHS = ("ablations", "ablations_longer", "ablations_eagle3")
 SCORES = ("equal_steps_causal", "equal_steps_edge")
 
 
 def ablations(docs: Path, mark: str) -> str | None:
     """Tables and plots of every comparison at each length of training, then two heads task by task."""
     parts = []
-    for folder in ABLATIONS:
+    for folder in LENGTHS:
         found = {path.stem: read_record(path) for path in sorted((docs / "results" / folder).glob("*.json"))}
         parts += length_parts(found, docs) if found else []
     paths = [path for name in SCORES if (path := docs / "results" / f"{name}.json").exists()]
@@ -467,16 +400,6 @@ def scores_table(records: Mapping[str, Record]) -> str:
 
 # -- servers and benchmarks
 
-RATES = {
-    "requests/s": "{rate}",
-    "server": "{server}",
-    "tokens/s": "{tokens_per_s:,.0f}",
-    "tokens per round": "{rounds}",
-    **{title: f"{{{key}}}" for key, title in TIMES.items()},
-    "waiting": "{waiting_at_the_end}",
-    "failed": "{failed}",
-}
-
 
 def rates(docs: Path, mark: str) -> str | None:
     """Text, plot and table of `serve rates`."""
@@ -513,7 +436,7 @@ def rates_table(record: Record) -> str:
             times = {key: " / ".join(f"{t:,.{int(t < 100)}f}" for t in found[key].values()) for key in TIMES}
             per_round = f"{found['tokens_per_round']:.2f}" if found["tokens_per_round"] else "–"
             rows.append({**found, **times, "rate": rate, "server": name, "rounds": per_round})
-    return table(rows, RATES, text_columns=2)
+    return table(rows, COLUMNS["rates"], text_columns=2)
 
 
 def benchmark(docs: Path, mark: str) -> str | None:
@@ -548,10 +471,12 @@ PAGES: Mapping[str, Mapping[str, Maker]] = {
         "engine_strict": of_record(strict_table),
         "engine_soak": of_record(soak_table),
     },
-    "docs/results/sampling.md": {"sampling": of_record(lambda record: table(sampled_rows(record), SAMPLING, 2))},
+    "docs/results/sampling.md": {
+        "sampling": of_record(lambda record: table(sampled_rows(record), COLUMNS["sampling"], 2))
+    },
     "docs/results/training.md": {
         "head": of_record(decoded, "head_smollm2", has_origin=False),
-        "regenerate_smollm2_h200": of_record(lambda record: table(record["runs"], ANSWERS)),
+        "regenerate_smollm2_h200": of_record(lambda record: table(record["runs"], COLUMNS["answers"])),
         "training_speed_smollm2": of_record(training_table),
         "ablations": ablations,
     },

@@ -7,20 +7,17 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_DRAFT_TEMPERATURE, PAPER_WIDTH, PLAIN, TRANSFORMERS
-from benchmarks.results import Result, Run
+from benchmarks.recipe import PAPER_BUDGET, PAPER_DEPTH, PAPER_DRAFT_TEMPERATURE, PAPER_WIDTH
+from benchmarks.results import Result, Run, from_record
 from jetspec.config import Expand, Score
+from jetspec.settings import read_settings
 
 MAIN_MODEL = "Qwen3-8B"
 """Target of all tables but one; that one is compared with runs of its own target alone."""
-
-LOST = "the paper's value is lost, so ours stands beside it by rank"
-RATES = ("0.001", "0.002", "0.005", "0.01", "0.02")
-ENTROPY_WEIGHTS = ("0.01", "0.03", "0.1", "0.3", "1", "3")
 
 
 @dataclass(frozen=True)
@@ -37,39 +34,10 @@ class Counterpart:
     """Difference beside that of settings."""
 
 
-_published = partial(Counterpart, kind="jetspec-paper")
-OURS: dict[str, Counterpart] = {
-    PLAIN: Counterpart("plain", PLAIN, None),
-    "eagle3": Counterpart("EAGLE-3", "eagle3", None),
-    "dflash": Counterpart("DFlash", "dflash", None),
-    "dflash-32": Counterpart("DFlash", "dflash", None, remark="a head of 32 slots"),
-    "ddtree": Counterpart("DDTree", "ddtree", "optimal"),
-    "jetspec-paper": _published("JetSpec"),
-    "jetspec": Counterpart("JetSpec", "jetspec"),
-    "jetspec-edge": Counterpart("JetSpec", "jetspec-edge", remark="our edge head"),
-    **{f"lr-{r}": _published(f"forward KL, learning rate {i} of 5", remark=LOST) for i, r in enumerate(RATES, 1)},
-    **{f"sft-lr-{r}": _published(f"SFT, learning rate {i} of 5", remark=LOST) for i, r in enumerate(RATES, 1)},
-    "sft": _published("SFT"),
-    "forward-kl": _published("forward KL"),
-    "reverse-kl": _published("reverse KL"),
-    "jetspec-corpus": _published("JetSpec-Corpus"),
-    "causal": _published("causal"),
-    "bidirectional": Counterpart("diffusion", "ddtree"),
-    **{f"causal-gamma-{g}": _published(f"causal, gamma {g}") for g in (3, 7, 15)},
-    **{f"bidirectional-gamma-{g}": Counterpart(f"diffusion, gamma {g}", "ddtree") for g in (3, 7, 15)},
-    "accum-logp": _published("accum_logp"),
-    "entropy": _published("entropy_guided", score="entropy"),
-    **{
-        f"hybrid-{weight}": _published(f"hybrid, weight {i} of 6", score="hybrid", remark=LOST)
-        for i, weight in enumerate(ENTROPY_WEIGHTS, 1)
-    },
-}
+_METHODS = read_settings(Path(__file__).with_name("paper_methods.yaml"))
+OURS = {name: Counterpart(**raw) for name, raw in _METHODS["ours"].items()}
 """Our methods by name."""
-
-OURS_ALONE = (
-    *("ngram", "eagle3-deep", TRANSFORMERS, "transformers-assisted", "transformers-lookup", "server", "shipped"),
-    *("chain", "tree"),
-)
+OURS_ALONE: list[str] = _METHODS["ours_alone"]
 """Methods that the paper has not measured."""
 
 
@@ -118,7 +86,7 @@ def paper_rows() -> tuple[PaperRow, ...]:
     data = _read()
     rows = []
     for raw in data["tables"]:
-        table = _table(raw)
+        table = from_record(PaperTable, raw)
         rows += [PaperRow(table, **dict(zip(data["columns"], values, strict=True))) for values in raw["rows"]]
     return tuple(rows)
 
@@ -127,15 +95,11 @@ def paper_rows() -> tuple[PaperRow, ...]:
 def paper_costs() -> tuple[PaperTable, dict[tuple[int, int], float]]:
     """By context and draft length: the time of drafting a token, in percent of a verify pass."""
     raw = _read()["costs"]
-    return _table(raw), {(context, length): percent for context, length, percent in raw["rows"]}
+    return from_record(PaperTable, raw), {(context, length): percent for context, length, percent in raw["rows"]}
 
 
 def _read() -> Any:
     return json.loads(Path(__file__).with_name("paper_tables.json").read_text(encoding="utf-8"))
-
-
-def _table(raw: Any) -> PaperTable:
-    return PaperTable(raw["table"], raw["title"], raw["model"], raw["gpu"], raw["engine"], raw["note"])
 
 
 def find_pairs(run: Run) -> list[Pair]:

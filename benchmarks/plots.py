@@ -28,30 +28,13 @@ PLOTS = "plots"
 TIMES = {"first_token_ms": "first token", "between_tokens_ms": "between tokens", "whole_ms": "whole answer"}
 """Latencies of a request, and their titles."""
 INK = "#010203"
-"""Placeholder for the text colour of the page."""
+"""Placeholder for the text colour of the page, as in `plots.mplstyle`."""
 COLOURS = (
     *("#3b82c4", "#d9822b", "#2f9e6e", "#b05cc6", "#c94f4f", "#8a8f2c", "#7d7d8a", "#17a2b8"),
     *("#a0643c", "#5a6acf", "#d46a9f", "#5f8f3e", "#b8860b", "#4b9f9f", "#9f6fd1"),
 )
 """Readable on white and on near black."""
-RC: dict[Any, Any] = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "jetspec",
-    "text.parse_math": False,  # a dollar in a name is a dollar
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.15,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "lines.markersize": 4,
-    "axes.titlesize": 12,
-    **{f"{part}.color": INK for part in ("text", "xtick", "ytick", "grid")},
-    **{f"axes.{part}color": INK for part in ("edge", "label")},
-}
+STYLE = Path(__file__).with_name("plots.mplstyle")
 SVG_STYLE = (
     "<style>svg.plot{color:#1f2328;background:#fff}"
     "@media(prefers-color-scheme:dark){svg.plot{color:#e6edf3;background:#0d1117}}</style>"
@@ -72,11 +55,11 @@ def has_matplotlib() -> bool:
 
 def draw_svg(name: str, panels: Mapping[str, Draw], columns: int = 1, size: tuple[float, float] = SIZE) -> str:
     """Panels by title above one legend, with the text colour of the page, and ids that differ between pictures."""
-    from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.style import context
 
     buffer, handles = StringIO(), dict[str, Any]()
-    with rc_context(RC):
+    with context(STYLE):
         figure = Figure(figsize=size, layout="constrained")
         grid = figure.subplots(-(-len(panels) // columns), columns, squeeze=False)
         for axes, (title, draw) in zip(grid.flat, panels.items(), strict=True):

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain, product
+from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.tasks import BUILTIN, TASKS
 from jetspec.aliases import RENAMED
-from jetspec.config import DrafterName, Expand, Score, TreeConfig
+from jetspec.config import BatchTree, DrafterName, Expand, Score, TreeConfig
 from jetspec.data.prompts import stable_hash
 from jetspec.models.hub import DEFAULT_MODEL
 from jetspec.record import shown, shown_head
-from jetspec.settings import at_least
+from jetspec.settings import at_least, from_dict, read_settings
 from jetspec.types import SamplingParams
 
 PLAIN, TRANSFORMERS = "plain", "transformers"
@@ -43,7 +44,7 @@ def with_new_keys(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Kind:
-    """Defaults and settings that methods of a kind share."""
+    """Defaults and settings that methods of a kind share; see `methods.yaml`."""
 
     drafter: DrafterName | None = None
     """Drafter of our engine. None: a head, or a baseline."""
@@ -64,41 +65,12 @@ class Kind:
     """Remark for a reader of its numbers."""
 
 
-_TREE_ONLY = ("width", "depth", "ngrams", "choice_model", "expand", "score", "entropy_weight", "draft_temperature")
-_SHAPE = (*_TREE_ONLY, "shortlist", "shortlist_parents")
-"""Settings of a method that are settings of its trees."""
-_TREE = ("budgets", "width", "depth")
-_SCORED = ("head", "budgets", *_TREE_ONLY)
-_EAGER = (
-    "`generate` as it comes: eager, with a cache that grows; nothing is compiled or captured, so on a GPU it is as fast"
-    " as the host."
+_SHAPE = (
+    *("width", "depth", "ngrams", "choice_model", "expand", "score", "entropy_weight", "draft_temperature"),
+    *("shortlist", "shortlist_parents", "batch_trees"),
 )
-_HOST = "Matches are found on the host, so a round starts when the last one was read; those of heads start before."
-_EAGLE = "Unless set, its depth is the one it was trained for and its width that of its authors, at every budget."
-
-KINDS: dict[str, Kind] = {
-    PLAIN: Kind("none", budgets=(1,)),
-    "ngram": Kind("ngram", takes=_TREE, about=_HOST),
-    "dflash": Kind(head="bidirectional", budgets=(16,), width=1, draft_temperature=1, takes=("head", *_TREE[::2])),
-    "ddtree": Kind(head="bidirectional", takes=_SCORED),
-    "eagle3": Kind(
-        head="eagle3", width=10, draft_temperature=1, takes=("head", *_TREE, "draft_temperature"), about=_EAGLE
-    ),
-    "jetspec-paper": Kind(
-        head="causal", width=PAPER_WIDTH, narrows=True, expand="paper", draft_temperature=1, takes=_SCORED
-    ),
-    "jetspec": Kind(head="causal", takes=_SCORED),
-    "jetspec-edge": Kind(head="edge", takes=("head", "budgets", *_SHAPE)),
-    "chain": Kind(head="any", budgets=(16,), width=1, takes=("head", *_TREE[::2], "draft_temperature")),
-    "tree": Kind(head="any", takes=("head", "budgets", *_SHAPE)),
-    TRANSFORMERS: Kind(budgets=(None,), about=_EAGER),
-    "transformers-assisted": Kind(budgets=(None,), takes=("assistant",), one_at_a_time=True, about=_EAGER),
-    "transformers-lookup": Kind(budgets=(None,), takes=("lookup_tokens",), one_at_a_time=True, about=_EAGER),
-    "server": Kind(budgets=(None,), takes=("url", "served_model")),
-}
-"""DFlash drafts a chain with a bidirectional head, DDTree a tree with it; EAGLE-3 drafts token by token. JetSpec drafts
-with a causal head: as published, where a tree has all children of the best nodes, or with the best nodes alone, without
-an edge term or with one. Published small trees of JetSpec: those of 16 nodes are chains; of 32 nothing is stated."""
+"""Settings of a method that are settings of its trees."""
+KINDS = {name: from_dict(Kind, raw) for name, raw in read_settings(Path(__file__).with_name("methods.yaml")).items()}
 
 USUAL: dict[HeadKind, str] = {kind.head: name for name, kind in KINDS.items() if kind.head and kind.head != "any"}
 """Method of a head when none is named: the last above."""
@@ -139,6 +111,8 @@ class MethodConfig:
     draft_temperature: float | None = None
     shortlist: int | None = None
     shortlist_parents: int | None = None
+    batch_trees: tuple[BatchTree, ...] | None = None
+    """Smaller trees of larger batches. None by default, so that a budget means the same at every batch size."""
     ngrams: bool | None = None
     """N-grams of the text join the trees of a head. False by default, as heads are published."""
     choice_model: bool | None = None

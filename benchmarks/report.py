@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
@@ -11,21 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import tables
-from benchmarks.document import folded, make_table, to_html
+from benchmarks import paper as published
+from benchmarks import plots, tables
+from benchmarks.document import folded, make_table, template, to_html
 from benchmarks.estimate import how_many
 from benchmarks.options import Output, examples
-from benchmarks.paper import find_pairs, missing_rows, paper_costs, run_differences, setting_differences
-from benchmarks.plots import (
-    PLOTS,
-    Painter,
-    batch_plots,
-    gap_histogram,
-    has_matplotlib,
-    reliability_plots,
-    setting_plots,
-)
-from benchmarks.results import Record, Run, read_inputs
+from benchmarks.paper import Pair, PaperTable
+from benchmarks.plots import PLOTS, Painter, has_matplotlib
+from benchmarks.results import DraftCost, Record, Run, read_inputs
 from benchmarks.tables import Form
 from jetspec.commands.screen import err, working
 from jetspec.files import install_hint, write_whole
@@ -85,50 +79,23 @@ def write_report(inputs: Sequence[Run], folder: Path, paper: bool = True) -> Non
 
 
 def build_report(inputs: Sequence[Run], paper: bool = True, painter: Painter | None = None) -> str:
-    """Markdown of a report, with the plots of a painter; `paper` sets the paper's results beside ours."""
+    """Markdown of a report from `report.md.j2`, with the plots of a painter; `paper` sets the paper's results beside
+    ours."""
+
+    def draw(make: Callable[..., list[str]], *args: Any) -> str:
+        return "\n\n".join(make(painter, *args)) if painter else ""
+
     runs = [run for run in inputs if run.cells]
-    several = len(runs) > 1
-
-    def section(title: str, run: Run, text: str) -> Iterator[str]:
-        if text:
-            yield f"## {title}: {run.name}" if several else f"## {title}"
-            yield text
-
-    def parts() -> Iterator[str]:
-        yield f"# {TITLE}"
-        if painter is None:
-            yield note(EXTRA)
-        for run in runs:
-            yield from (note(f"{run.name}: {text}") for text in _warnings(run))
-        for number, run in enumerate(runs):
-            speed = _speed(run, painter, f"{number}_" if several else "")
-            yield from section("Speed", run, "\n\n".join(speed))
-        for run in runs:
-            yield from section("Settings of the methods", run, tables.methods_table(run))
-            yield from section("How heads were trained", run, tables.heads_table(run))
-            yield from section("Scores", run, tables.score_table(run))
-            yield from section("Losslessness", run, tables.lossless_table(run))
-            lists = ("Texts that differ", tables.differences_table(run)), ("Failures", tables.errors_table(run))
-            yield from (folded(f"{name}: {run.name}", table) for name, table in lists if table)
-        if several and len(runs) == 2:
-            yield from _against(*runs)
-        for run in runs if paper else ():
-            yield from section("Beside the paper", run, "\n\n".join(_paper(run)))
-        yield from _heads([run for run in inputs if "details" in run.record], painter)
-        for run in inputs:
-            if run.costs:
-                yield from _costs(run, paper)
-        yield from _origin(inputs)
-
-    return "\n\n".join(parts()) + "\n"
+    helpers = (draw, joined, folded, warnings, different, not_in_both, by_table, alone, costs_of, origin)
+    names: dict[str, Any] = {helper.__name__: helper for helper in helpers}
+    names |= {"tables": tables, "plots": plots, "paper": published, "json": json.dumps}
+    told = {"title": TITLE, "missing": "" if painter else EXTRA, "several": len(runs) > 1, "beside_paper": paper}
+    heads = [run for run in inputs if "details" in run.record]
+    text = template("report.md.j2").render(inputs=inputs, runs=runs, heads=heads, **told, **names)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
-def note(text: str) -> str:
-    """A warning that stands before the numbers."""
-    return f"> **Note:** {text}"
-
-
-def _warnings(run: Run) -> Iterator[str]:
+def warnings(run: Run) -> Iterator[str]:
     if failed := sum(len(cell.errors) for cell in run.cells):
         yield f"{how_many(failed, 'answer')} failed; listed below, they count in no number."
     if run.few_repeats:
@@ -148,35 +115,21 @@ def _warnings(run: Run) -> Iterator[str]:
         yield "plain decoding was not measured, so there are no speedups."
 
 
-def _speed(run: Run, painter: Painter | None, prefix: str) -> Iterator[str]:
-    yield run.setting
-    for where, cells in tables.groups_of(run.cells):
-        yield f"### {where[0].upper()}{where[1:]}"
-        yield tables.glance_table(cells, run.widest_tie)
-        if painter is not None:
-            yield from setting_plots(painter, f"{prefix}t{cells[0].temperature:g}_b{cells[0].batch}", where, cells)
-        if len(cells) > len({cell.method for cell in cells}):  # else the table at a glance holds every cell
-            for title, table in tables.task_tables(cells).items():
-                yield f"{title}:"
-                yield table
-    for temperature, own in tables.by_key("temperature", run.cells).items():
-        if painter is not None:
-            name = f"{prefix}speedup_batch_t{temperature:g}"
-            yield from batch_plots(painter, name, f"temperature {temperature:g}", own)
+def joined(*texts: str | None) -> str:
+    """Texts as one paragraph on a line."""
+    return " ".join(" ".join(text.split()) for text in texts if text).strip()
 
 
-def _against(a: Run, b: Run) -> Iterator[str]:
-    yield "## A against B"
-    yield f"A is {a.name}, B is {b.name}."
+def different(a: Run, b: Run) -> list[str]:
+    """Settings in which two runs differ."""
     seen = {key: (a.recipe.get(key), b.recipe.get(key)) for key in sorted({*a.recipe, *b.recipe})}
     seen |= {"device": (a.device, b.device)}  # the actual one, where the recipe leaves it open
     seen |= {key: (a.record.get(key), b.record.get(key)) for key in ("commit", "versions")}
-    if different := [f"{key} {_brief(x)} and {_brief(y)}" for key, (x, y) in seen.items() if x != y]:
-        yield note(f"The two were not run alike: {'; '.join(different)}.")
-    if table := tables.against_table(a, b):
-        yield table
-    if missing := len({cell.key for cell in a.cells} ^ {cell.key for cell in b.cells}):
-        yield f"{missing} cells are in one of the runs only and are not compared."
+    return [f"{key} {_brief(x)} and {_brief(y)}" for key, (x, y) in seen.items() if x != y]
+
+
+def not_in_both(a: Run, b: Run) -> int:
+    return len({cell.key for cell in a.cells} ^ {cell.key for cell in b.cells})
 
 
 def _brief(value: Any) -> str:
@@ -184,58 +137,30 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _paper(run: Run) -> Iterator[str]:
-    pairs = sorted(find_pairs(run), key=lambda pair: pair.row.table.number)
-    if not pairs:
-        return
-    yield (
-        "The paper's speedups are over the autoregressive loop of its own stack, ours over our plain decoding. Compare "
-        "tokens per round first: they depend on neither. The text at hand says neither how many questions it asks nor "
-        f"how long an answer may be; here: {run.setting}"
-    )
-    for table, group in groupby(pairs, key=lambda pair: pair.row.table):
-        yield f"### Table {table.number}: {table.title}"
-        yield from _other_settings(run_differences(run, table))
-        of_table = list(group)
-        yield tables.paper_table(of_table)
-        yield from filter(None, (missing_rows(table, of_table), table.note))
-    if alone := len(run.cells) - len({pair.cell.key for pair in pairs}):
-        yield f"{alone} of {len(run.cells)} cells have no counterpart: the paper has not measured their setting."
+def by_table(pairs: Sequence[Pair]) -> list[tuple[PaperTable, list[Pair]]]:
+    """Pairs of every table of the paper."""
+    pairs = sorted(pairs, key=lambda pair: pair.row.table.number)
+    return [(table, list(group)) for table, group in groupby(pairs, key=lambda pair: pair.row.table)]
 
 
-def _other_settings(different: Sequence[str]) -> Iterator[str]:
-    if different:
-        yield note(f"Not the paper's settings: {'; '.join(different)}.")
+def alone(run: Run, pairs: Sequence[Pair]) -> int:
+    """Cells without a counterpart in the paper."""
+    return len(run.cells) - len({pair.cell.key for pair in pairs})
 
 
-def _costs(run: Run, beside_paper: bool) -> Iterator[str]:
-    yield f"## Cost of drafting: {run.name}"
-    paper, known = paper_costs()
-    beside_paper = beside_paper and any((cost.context, cost.depth) in known for cost in run.costs)
-    if beside_paper:
-        yield from _other_settings(setting_differences(run.model, run.device, paper))
-    yield tables.cost_table(run, beside_paper)
-    yield "c: time of a draft pass over the tokens that it drafts and the time of a verify pass."
-    if beside_paper:
-        if missing := len(known.keys() - {(cost.context, cost.depth) for cost in run.costs}):
-            yield f"{missing} of the paper's {len(known)} values are of contexts and depths not measured here."
-        yield f"The paper's are those of its table {paper.number}. {paper.note}"
+def costs_of(inputs: Sequence[Run]) -> Iterator[tuple[str, str, str, list[DraftCost]]]:
+    """Name, model, device and costs. A record may hold one depth: those of a model on a device are shown together."""
+    found: dict[tuple[str, str], list[Run]] = {}
+    for run in inputs:
+        if run.costs:
+            found.setdefault((run.model, run.device), []).append(run)
+    for (model, device), runs in found.items():
+        costs = sorted((cost for run in runs for cost in run.costs), key=lambda cost: (cost.depth, cost.context))
+        yield runs[0].name if len(runs) == 1 else model, model, device, costs
 
 
-def _heads(heads: Sequence[Run], painter: Painter | None) -> Iterator[str]:
-    if heads:
-        yield "## Heads"
-    for head in heads:
-        yield f"{head.name}: {head.record.get('head') or 'the default head'} for {head.record.get('model')}."
-        yield tables.head_table(head)
-    if painter is not None:
-        yield from gap_histogram(painter, heads)
-        yield from reliability_plots(painter, heads)
-
-
-def _origin(inputs: Sequence[Run]) -> Iterator[str]:
-    """Commands, machines and versions behind the numbers; then all cells and recipes."""
-    yield "## Where the numbers come from"
+def origin(inputs: Sequence[Run]) -> str:
+    """Commands, machines and versions behind the numbers."""
     shown: dict[str, Callable[[Record], str]] = {
         "command": lambda record: _ran(record, "command", "; then "),
         "date": lambda record: str(record.get("date")),
@@ -246,11 +171,7 @@ def _origin(inputs: Sequence[Run]) -> Iterator[str]:
     }
     rows = [{"": name, **{each.name: show(each.record) for each in inputs}} for name, show in shown.items()]
     told = [row for row in rows if any(list(row.values())[1:])]
-    yield make_table(told, text_columns=1 + len(inputs), wraps=True)
-    for run in inputs:
-        if run.cells:
-            yield folded(f"All cells: {run.name}", tables.cells_table([run], details=True))
-            yield folded(f"Recipe: {run.name}", f"```json\n{json.dumps(run.recipe, indent=1)}\n```")
+    return make_table(told, text_columns=1 + len(inputs), wraps=True)
 
 
 def _ran(record: Record, key: str, between: str) -> str:

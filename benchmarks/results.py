@@ -10,8 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pandas as pd
+
 from benchmarks.estimate import Estimate, how_many
-from benchmarks.recipe import PLAIN, Cell, with_new_keys
+from benchmarks.recipe import PLAIN, TRANSFORMERS, Cell, with_new_keys
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
@@ -153,6 +155,11 @@ class DraftCost:
     c_percent: Estimate
     """Cost of a drafted token, in percent of a verify pass."""
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Context and depth."""
+        return self.context, self.depth
+
 
 @dataclass(frozen=True)
 class Run:
@@ -280,7 +287,7 @@ def _read_run(name: str, record: Record) -> Run:
 
 
 def _read_costs(record: Record) -> Iterator[DraftCost]:
-    """Times of a run with `measure: costs`, or of `jetspec profile`."""
+    """Times of `jetspec profile`, or of a run of an earlier release with `measure: costs`."""
     for raw in record.get("costs", ()):
         times = [Estimate(raw[name]["mean"], raw[name]["sd"]) for name in ("draft_ms", "verify_ms", "c_percent")]
         yield DraftCost(raw["context"], raw["depth"], raw["depth"] + 1, 1, *times)
@@ -306,3 +313,62 @@ def read_record(file: Path) -> Record:
     if not isinstance(record, Mapping):
         raise ValueError(f"{file} is not a record")
     return record
+
+
+# -- records of the engine's speed and texts
+
+
+def read_engine(path: Path) -> Record:
+    """A record, with its `results` by precision: those of `run` are files of their own, such as NAME_float32.json."""
+    record = read_record(path)
+    if "cells" not in record:
+        return record
+    others = map(read_record, sorted(path.parent.glob(f"{path.stem}_float*.json")))
+    found = [record, *(other for other in others if other["commit"] == record["commit"])]
+    about = {"head": record["recipe"]["head"] or record["model"], "max_tokens": record["recipe"]["max_tokens"]}
+    return {**record, **about, "results": {each["dtype"]: each for each in found}}
+
+
+def engine_rows(record: Record) -> pd.DataFrame:
+    """A row per precision and setting of our engine, from the records of `run`, or of the checks before them."""
+    rows: list[dict[str, Any]] = []
+    for dtype, result in record["results"].items():
+        if "cells" in result:
+            run = _read_run(dtype, result)
+            rows += [{"dtype": dtype, **_engine_row(run, cell)} for cell in run.cells if cell.budget is not None]
+        else:
+            about = {"dtype": dtype, "set": "", "batch": 1, "depth": None, "batch_trees": False}
+            about |= {key: result.get(key) for key in ("tie_limit", "transformers_prompts")}
+            rows += [{**about, **row} for row in result.get("runs", [result])]
+    for row in rows:
+        # Wide ties are those that readings of their own text show.
+        known = [each for each in row.pop("differences", ()) if each["gap"] is not None]
+        row["widest"] = max((each["gap"] for each in known), default=0.0)
+        row["wide"] = sum(each["tie"] and each["gap"] > row["tie_limit"] for each in known)
+    return pd.DataFrame(rows, columns=None if rows else ["set", "batch", "budget", "prompts"])
+
+
+def _engine_row(run: Run, cell: Result) -> dict[str, Any]:
+    methods = {method["name"]: method for method in run.recipe["methods"]}
+    tree = next(tree for tree in methods[cell.method]["trees"] if tree["budget"] == cell.budget)
+    texts = cell.lossless
+    means = {name: getattr(cell, name) for name in ("tokens_per_s", "tokens_per_round", "speedup")}
+    means["speedup_over_transformers"] = cell.speedup_transformers
+    return {
+        "set": cell.task,
+        "prompts": texts.compared if texts else 0,
+        **{name: getattr(cell, name) for name in ("batch", "budget", "tokens")},
+        **{name: tree[name] for name in ("depth", "batch_trees")},
+        **{name: value and value.mean for name, value in means.items()},
+        "different": len(texts.different) if texts else 0,
+        "mistakes": texts.mistakes if texts else 0,
+        "differences": texts.different if texts else (),
+        "tie_limit": run.widest_tie or 0.0,
+        "transformers_prompts": methods.get(TRANSFORMERS, {}).get("limit"),
+    }
+
+
+def best_over_plain(rows: pd.DataFrame) -> pd.Series[float]:
+    """Speed of the fastest tree over that of plain decoding, by set and batch size."""
+    best = rows.groupby(["set", "batch", rows.budget == 1]).tokens_per_s.max().unstack()
+    return best[False] / best[True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,24 +24,21 @@ Key = tuple[Cell, int, int]
 """Cell, repeat, group."""
 
 
-class KeyedFile(LineFile):
-    """Rows on disk by key: the last row of a key counts. `fresh` deletes earlier rows, settings and results.
+class RowsFile(LineFile):
+    """Rows on disk by group: the last row of a group counts. `fresh` deletes earlier rows, settings and results."""
 
-    `key_of` raises KeyError or TypeError for a row of another kind.
-    """
-
-    def __init__(self, path: Path, key_of: Callable[[Row], Hashable], fresh: bool = False) -> None:
-        self.key_of, self.fresh = key_of, fresh
+    def __init__(self, path: Path, fresh: bool = False) -> None:
+        self.fresh = fresh
         super().__init__(path)
         for name in (RUN_FILE, RESULTS_FILE) if fresh else ():
             path.with_name(name).unlink(missing_ok=True)
 
     def read(self) -> int:
-        self.rows: dict[Any, Row] = {}
+        self.rows: dict[Key, Row] = {}
         return 0 if self.fresh else read_lines(self.path, "{", self._add)
 
     def _add(self, row: Row) -> None:
-        self.rows[self.key_of(row)] = row
+        self.rows[group_key(row)] = row
 
     def begin(self, settings: Row, is_held: Callable[[str], bool], is_measured: bool) -> None:
         """Keep the settings of the rows, and the command that adds to them."""

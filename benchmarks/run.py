@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.costs import CostConfig, measure_costs
 from benchmarks.estimate import how_many
 from benchmarks.grade import MATH_TASKS, NEEDS_MATH_VERIFY
 from benchmarks.measure import Bench, check_inputs, questions_of
@@ -33,8 +32,6 @@ from jetspec.engine.llm import LLM
 from jetspec.models.hub import shipped_head
 from jetspec.record import write_record
 from jetspec.settings import from_dict, read_settings
-
-Plan = BenchConfig | CostConfig
 
 QUICK: dict[str, Any] = {"tasks": [BUILTIN], "limit": 6, "max_tokens": 48, "budgets": [16], "repeats": 3}
 """A few minutes on a CPU. Answers to the first built-in questions fit, so that scores are meaningful."""
@@ -121,24 +118,19 @@ def grade(
         raise typer.Exit(1)
 
 
-def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> Plan:
+def read_plan(recipe: Path | None, changes: Mapping[str, Any]) -> BenchConfig:
     """Plan of a recipe file, or of none, with `changes` in place of its settings."""
     written = read_settings(recipe) if recipe is not None else {}
     if (renamed := with_new_keys(written)) != written:
         old = next(old for old in OLD_KEYS if f"'{old}':" in str(written))
         say(f"{recipe}: {old} is called {OLD_KEYS[old]} now; the old name works for one more release")
-    raw = {**renamed, **changes}
-    plans: dict[str, type[Plan]] = {"methods": BenchConfig, "costs": CostConfig}
-    if (measure := raw.pop("measure", "methods")) not in plans:
-        raise ValueError(f"measure is {measure!r}; choose one of {', '.join(plans)}")
-    known = [field.name for field in fields(plans[measure])]
-    if idle := [name for name in changes if name in SETTINGS and name not in known]:
-        raise ValueError(f"a recipe with measure: {measure} has no {', '.join(idle)}")
-    return from_dict(plans[measure], raw)
+    if "measure" in renamed:
+        raise ValueError(f"{recipe}: `measure` is gone; benchmarks/recipes/table12.sh measures the cost of drafting")
+    return from_dict(BenchConfig, {**renamed, **changes})
 
 
 def run_plan(
-    plan: Plan, folder: Path, form: Form, fresh: bool = False, retry_failed: bool = False, report: bool = False
+    plan: BenchConfig, folder: Path, form: Form, fresh: bool = False, retry_failed: bool = False, report: bool = False
 ) -> bool:
     """Measure into a folder, print the table. False: our text was not shown to be the target's, but for ties."""
     before = [] if fresh else earlier_runs(folder / RUN_FILE, {})[0]
@@ -154,28 +146,22 @@ def run_plan(
         when = f"{done:%Y-%m-%d %H:%M:%S} UTC at commit {commits_of(record)}"
         say(f"nothing was left to measure: all of it was measured by {when}, and --fresh measures again")
     finish(inputs, folder, report)
-    return isinstance(plan, CostConfig) or is_lossless(plan, inputs[0])
+    return is_lossless(plan, inputs[0])
 
 
-def measure(plan: Plan, folder: Path, fresh: bool, retry_failed: bool) -> None:
+def measure(plan: BenchConfig, folder: Path, fresh: bool, retry_failed: bool) -> None:
     """Measure what the folder lacks, and write its record."""
-    if isinstance(plan, BenchConfig):
-        check_inputs(plan, folder, fresh)
-        for warning in ungraded(plan):
-            say(f"{warning}; `grade` can grade the answers later, here or elsewhere")
-        # Without a head the shipped one, if any, not the registry's choice: that depends on the machine's cache.
-        head = plan.head or shipped_head(plan.model)
-        drafter: DrafterName = "head" if head else "ngram"
-        with working(f"Loading {plan.model}"):
-            llm = LLM(plan.model, head, drafter=drafter, device=plan.device, dtype=plan.dtype)
-        bench = Bench(plan, llm, folder)
-        rows = bench.run(progress=True, fresh=fresh, retry_failed=retry_failed)
-        record = Results(bench, rows).record(progress=True)
-    else:
-        if retry_failed:
-            raise ValueError("--retry-failed is for questions; a failure here stops the run, and is not in its folder")
-        record = measure_costs(plan, folder, fresh, progress=True)
-    write_record(folder / RESULTS_FILE, record)
+    check_inputs(plan, folder, fresh)
+    for warning in ungraded(plan):
+        say(f"{warning}; `grade` can grade the answers later, here or elsewhere")
+    # Without a head the shipped one, if any, not the registry's choice: that depends on the machine's cache.
+    head = plan.head or shipped_head(plan.model)
+    drafter: DrafterName = "head" if head else "ngram"
+    with working(f"Loading {plan.model}"):
+        llm = LLM(plan.model, head, drafter=drafter, device=plan.device, dtype=plan.dtype)
+    bench = Bench(plan, llm, folder)
+    rows = bench.run(progress=True, fresh=fresh, retry_failed=retry_failed)
+    write_record(folder / RESULTS_FILE, Results(bench, rows).record(progress=True))
 
 
 def show_run(folder: Path, form: Form) -> list[Run]:

@@ -26,7 +26,7 @@ import httpx
 import pandas as pd
 import typer
 
-from benchmarks.load import GIVEN_UP, Load, Message, Part, read_chats, send_load, summarize
+from benchmarks.load import GIVEN_UP, Load, Message, read_chats, send_load, summarize
 from benchmarks.options import DEFAULT, Device, Dtype, Model, RecordFile, examples, numbers, with_options
 from benchmarks.servers import COMPLETIONS, LEFT, STREAMED, ServerProcess, Timing, connect, follow
 from jetspec.engine.llm import choose_device, choose_dtype
@@ -47,8 +47,6 @@ BURST_S = 2.0
 """Length of the last load of the warm-up, which arrives like the timed ones."""
 COLD_S = 300.0
 """Longest wait for a load of the warm-up, compilation included."""
-HEAD_START_S = 0.2
-"""Time until a load reaches all sending processes."""
 MOST_OPEN = 400
 """Most connections at a time; requests beyond them wait, which counts."""
 SHOWN_LOG = 2000
@@ -185,10 +183,10 @@ class Phase:
     chats: list[list[Message]]
 
 
-def send_part(load: Load, chats: list[list[Message]], part: Part) -> tuple[list[Timing], float]:
-    """Send a part of a load; timings, and the CPU share of this process."""
+def send_share(load: Load, chats: list[list[Message]], max_wait_s: float) -> tuple[list[Timing], float]:
+    """Send the share of a process; timings, and its CPU share."""
     wall, busy = time.perf_counter(), time.process_time()
-    timings = asyncio.run(send_load(load, chats, None, part=part))
+    timings = asyncio.run(send_load(load, chats, None, max_wait_s=max_wait_s))
     return timings, (time.process_time() - busy) / (time.perf_counter() - wall)
 
 
@@ -282,16 +280,17 @@ class Rates:
     ) -> tuple[list[Timing], float]:
         """Timings of one load, and the largest CPU share of a sending process: near 1, the senders limit the rate.
 
-        If the server dies, its requests fail.
+        Shares of a Poisson process are Poisson processes. If the server dies, its requests fail.
         """
-        count, began = len(phase.chats), time.perf_counter() + HEAD_START_S
-        most = -(-min(count, MOST_OPEN) // self.clients)
-        load = Load(server.url, count, most, phase.rate, self.max_tokens, 0.0, None, server.model, self.seed)
-        parts = [Part(first, self.clients, began, max_wait_s) for first in range(self.clients)]
-        sent = [senders.submit(send_part, load, phase.chats, part) for part in parts]
-        timings, busy = [Timing(began)] * count, [future.result()[1] for future in sent]
-        for part, future in zip(parts, sent, strict=True):
-            timings[part.first :: part.step] = future.result()[0]
+        count, sent = len(phase.chats), []
+        for number in range(min(self.clients, count)):
+            chats, rate = phase.chats[number :: self.clients], phase.rate and phase.rate / self.clients
+            most, seed = -(-min(count, MOST_OPEN) // self.clients), self.seed + number
+            load = Load(server.url, len(chats), most, rate, self.max_tokens, 0.0, None, server.model, seed)
+            sent.append(senders.submit(send_share, load, chats, max_wait_s))
+        timings, busy = [Timing(0.0)] * count, [future.result()[1] for future in sent]
+        for number, future in enumerate(sent):
+            timings[number :: self.clients] = future.result()[0]
         return timings, max(busy)
 
     def compare(self, rate: str) -> None:

@@ -18,22 +18,9 @@ from jetspec.models.head_folder import CARD_FILE
 from jetspec.models.head_format import load_head, save_head
 from jetspec.models.hub import DEFAULT_MODEL, HEADS
 from jetspec.models.tensor_files import WEIGHTS_FILE
+from jetspec.settings import read_settings
 
-LICENSES = {
-    "dolly_3k": "CC BY-SA 3.0",
-    "gpteacher_code": "MIT",
-    "gpteacher_roleplay": "MIT",
-    "gsm8k_train": "MIT",
-    "math_train": "MIT",
-    "mbpp_train": "CC BY 4.0",
-    "self_instruct_seed": "Apache-2.0",
-    "small_talk": "BSD-3-Clause",
-    "summarize_cnn": "Apache-2.0",
-    "svamp": "MIT",
-    "task_talk": "CC BY-SA 4.0",
-    "web_questions": "CC BY 4.0",
-}
-"""Licences of the sets of prompts, by file name."""
+LICENSES: Mapping[str, str] = read_settings(Path(__file__).with_name("licenses.yaml"))
 MAX_BYTES = 32_000_000
 """Largest weights of a head in the package."""
 MEASURED = "## Tokens per round"

@@ -31,21 +31,6 @@ RARE = 0.01
 MOST_DIFFERENCES = 300
 """Differences listed in a report; in 16 bits most texts part from plain ones at a tie, sooner or later."""
 LOSSLESS_COUNTS = ("compared", "identical", "ties", "mistakes")
-LOSSLESS_CAPTION = (
-    "Beside plain decoding; a greedy answer counts once, however often it was repeated. Gap: distance of two tokens in "
-    "the target's logits where a text first differs. Where that is wider than a tie, the least of several readings "
-    "decides, each rounded a little more by chance; it is a tie as well if these are as far from each other as it is "
-    "wide."
-)
-SCORE_CAPTION = (
-    "value: share of right answers. stderr: its standard error by Laplace's rule, (correct + 1) of (n + 2). cut:"
-    " answers that the limit of tokens ended. against plain: same where the same questions were answered right;"
-    " else the difference, and how many questions were won and lost."
-)
-AGAINST_CAPTION = (
-    "The two runs took no turns: tokens/s differ with the state of the machine, too, as those of plain decoding"
-    " show. The verdict is on the speedups, each over the plain decoding of its own run."
-)
 
 
 def text_of(value: Estimate | float | int | str | None, digits: int = 2) -> str:
@@ -340,7 +325,7 @@ def summary(inputs: Sequence[Run], form: Form) -> str:
     """All cells of all runs for stdout; where there are no runs, costs of drafting."""
     runs = [run for run in inputs if run.cells]
     if form == "md":
-        costs = [cost_table(run, beside_paper=False) for run in inputs if run.costs]
+        costs = [cost_table(run.costs, beside_paper=False) for run in inputs if run.costs]
         return "\n".join(f"{table}\n" for table in ([cells_table(runs)] if runs else costs))
     rows = [flat_cell(run, cell) for run in runs for cell in in_order(run.cells)]
     rows = rows or [flat_cost(run, cost) for run in inputs for cost in run.costs]
@@ -439,7 +424,7 @@ def against_table(a: Run, b: Run) -> str:
                 **{f"{run} score": s.share.text(3) + s.mark if s else NONE for run, s in scores},
             }
         )
-    return make_table(rows, AGAINST_CAPTION, text_columns=2)
+    return make_table(rows, text_columns=2)
 
 
 def verdict(a: Estimate | None, b: Estimate | None) -> str:
@@ -459,7 +444,7 @@ def head_table(head: Run) -> str:
     return make_table(rows, "Tokens per round on the target's own text.")
 
 
-def cost_table(run: Run, beside_paper: bool) -> str:
+def cost_table(costs: Iterable[DraftCost], beside_paper: bool) -> str:
     """Cost of a drafted token, beside the paper's at the same context and depth."""
     paper = paper_costs()[1] if beside_paper else {}
     rows = [
@@ -468,9 +453,9 @@ def cost_table(run: Run, beside_paper: bool) -> str:
             "draft ms": cost.draft_ms.text(3),
             "verify ms": cost.verify_ms.text(3),
             "c in %": cost.c_percent.text(3),
-            "paper's": text_of(paper.get((cost.context, cost.depth)), 3),
+            "paper's": text_of(paper.get(cost.place), 3),
         }
-        for cost in run.costs
+        for cost in costs
     ]
     return make_table(rows, text_columns=0)
 
@@ -516,8 +501,7 @@ def score_table(run: Run) -> str:
     def names(cells: list[Result]) -> str:
         return names_of(cells, by_key("task", graded)[cells[0].task])
 
-    caption = f"{SCORE_CAPTION} {PARTIAL_NOTE}" if is_partial(graded) else SCORE_CAPTION
-    return make_table(merged(rows, "method", names), caption, text_columns=5, wraps=True, keep_empty=True)
+    return make_table(merged(rows, "method", names), text_columns=5, wraps=True, keep_empty=True)
 
 
 def metric_of(task: str) -> str:
@@ -597,6 +581,7 @@ def trees_text(method: Record) -> str:
             ("draft_temperature" in takes and draft_temperature != 1, f"draft temperature {draft_temperature:g}"),
             ("shortlist" in takes, f"shortlist {tree['shortlist'] or 'all'}"),
             ("shortlist" in takes, f"parents {tree.get('shortlist_parents', 0)}"),
+            (tree.get("batch_trees"), "smaller in large batches"),
         )
         told = ", ".join(text for is_told, text in shape if is_told)
         rows.append({"budgets": str(tree["budget"]), "shape": told})
@@ -622,12 +607,8 @@ def lossless_table(run: Run) -> str:
                 "widest gap": f"{max(gaps):.4g}" if gaps else NONE,
             }
         )
-    caption = LOSSLESS_CAPTION
-    if run.widest_tie is not None:
-        caption += f" Ties: at most {run.widest_tie:.3g} apart, which rounding as measured in this run may decide."
-        caption += " Mistakes: the rest."
     lines = merged(rows, "method, budget", lambda cells: names_of(cells, everyone))
-    return make_table(lines, caption, text_columns=4, wraps=True, keep_empty=True)
+    return make_table(lines, text_columns=4, wraps=True, keep_empty=True)
 
 
 def differences_table(run: Run) -> str:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +49,7 @@ from jetspec.models.weights import load_target
 from jetspec.profile.timing import Moment, without_capture
 from jetspec.progress import progress_bar
 from jetspec.record import current_commit, shown_head, write_record
+from jetspec.settings import read_settings
 from jetspec.train.config import TrainConfig, load_recipe
 from jetspec.train.evaluate import score_head
 from jetspec.train.loss import DraftLoss
@@ -67,6 +68,7 @@ TREE_SETTINGS_EPILOG = examples(
     "tree-settings ddtree=runs/bench/bidirectional/head eagle3=runs/bench/eagle3/head --data-dir data/eval"
     " --out docs/results/tree_settings"
 )
+EAGLE3 = "eagle3"
 SHAPES = "64x256x32,64x512x32,32x1024x128,32x1024x256,32x1024x512"
 TRAINING_EPILOG = examples(
     "training --recipe jetspec/recipes/smollm2_135m.yaml --shapes 64x256x32,32x1024x128 --out speed.json"
@@ -75,58 +77,11 @@ Limit = Annotated[int, typer.Option(min=1, help="Questions per task.")]
 Tokens = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """One change to the base: a plain causal head trained by forward KL with equal weights, or for an EAGLE-3 head the
-    recipe as it is."""
-
-    about: str
-    """The paper's tables that it belongs to."""
-    edge_rank: int = 0
-    causal: bool = True
-    kind: str = "forward_kl"
-    gamma: float | None = None
-    lr: float | None = None
-    optimizer: str | None = None
-    seed: int | None = None
-    text: str | None = None
-    """Source of the answers that it is trained on. None: the recipe's data."""
-    eagle3: bool = False
-
-    def of(self, base: TrainConfig, texts: Mapping[str, Path] | None = None) -> TrainConfig:
-        data = base.data if self.text is None else (str((texts or {})[self.text]),)
-        kind = self.optimizer or base.optimizer.kind
-        optimizer = replace(base.optimizer, lr=self.lr or base.optimizer.lr, kind=kind)  # type: ignore[arg-type]
-        if self.eagle3:
-            return replace(base, optimizer=optimizer)
-        loss = replace(base.loss, kind=self.kind, gamma=self.gamma)  # type: ignore[arg-type]
-        head = replace(base.head, edge_rank=self.edge_rank, causal=self.causal)
-        seed = base.seed if self.seed is None else self.seed
-        return replace(base, head=head, loss=loss, optimizer=optimizer, data=data, seed=seed)
-
-
-VARIANTS = {
-    "causal": Variant("1, 2, 3, 4, 7"),
-    **{f"causal-seed-{seed}": Variant("", seed=seed) for seed in (1, 2)},
-    "bidirectional": Variant("1, 2, 7", causal=False),
-    "bidirectional-seed-1": Variant("", causal=False, seed=1),
-    **{f"edge-{rank}": Variant("1, 2", edge_rank=rank) for rank in (32, 128, 256)},
-    "sft": Variant("3, 4", kind="sft"),
-    "sft-seed-1": Variant("", kind="sft", seed=1),
-    "reverse-kl": Variant("4", kind="reverse_kl"),
-    **{f"causal-gamma-{gamma}": Variant("7", gamma=gamma) for gamma in (3, 7, 15)},
-    **{f"bidirectional-gamma-{gamma}": Variant("7", causal=False, gamma=gamma) for gamma in (3, 7, 15)},
-    **{f"lr-{lr:g}": Variant("3", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
-    **{f"sft-lr-{lr:g}": Variant("3", kind="sft", lr=lr) for lr in (1e-3, 2e-3, 1e-2, 2e-2)},
-    **{f"bidirectional-lr-{lr:g}": Variant("", causal=False, lr=lr) for lr in (2e-3, 1e-2, 2e-2)},
-    "adamw": Variant("", optimizer="adamw", lr=2e-3),
-    **{text: Variant("6", text=text) for text in ("regenerated", "corpus")},
-    **{
-        f"eagle3-{kind}-{lr:g}": Variant("", optimizer=kind, lr=lr, eagle3=True)
-        for kind, rates in {"adamw": (5e-4, 1e-3, 2e-3), "muon": (2e-3, 5e-3, 1e-2, 2e-2, 4e-2)}.items()
-        for lr in rates
-    },
-}
+BASE = ("head.edge_rank=0", "head.causal=true", "loss.kind=forward_kl", "loss.gamma=null")
+TEXTS = ("regenerated", "corpus")
+"""Variants that are trained on answers of their own."""
+ABLATIONS: dict[str, Any] = read_settings(Path(__file__).with_name("ablations.yaml"))
+VARIANTS: dict[str, dict[str, Any]] = ABLATIONS["variants"]
 
 
 def ablate(
@@ -148,12 +103,13 @@ def ablate(
     commit, base = current_commit(), load_recipe(recipe, tuple(set_))
     given = {"regenerated": regenerated, "corpus": corpus}
     texts = {text: file for text, file in given.items() if file is not None}
-    suited = [name for name, variant in VARIANTS.items() if variant.eagle3 == (base.head.kind == "eagle3")]
-    names = only.split(",") if only else [n for n in suited if VARIANTS[n].text in {None, *texts}]
+    lacking = [text for text in TEXTS if text not in texts]
+    suited = [name for name in VARIANTS if name.startswith(EAGLE3) == (base.head.kind == EAGLE3)]
+    names = only.split(",") if only else [name for name in suited if name not in lacking]
     if other := [name for name in names if name not in suited]:
         reason = f"{recipe} trains a head of kind {base.head.kind}" if other[0] in VARIANTS else "it does not exist"
         raise ValueError(f"not {other[0]}: {reason}; choose among {', '.join(suited)}")
-    if missing := [name for name in names if VARIANTS[name].text not in {None, *texts}]:
+    if missing := [name for name in names if name in lacking]:
         raise ValueError(f"the variant {missing[0]} needs --{missing[0]} FILE")
     todo = [
         name
@@ -162,7 +118,7 @@ def ablate(
     ]
     if not todo:
         return
-    if len(texts) == 1 and any(VARIANTS[name].text for name in todo):
+    if len(texts) == 1 and any(name in texts for name in todo):
         print("only one text is given: another may answer other prompts, and could not be compared", file=sys.stderr)
     llm = LLM(base.model, drafter="none", engine=EngineConfig(max_batch=64, max_len=base.row_len + tokens))
     answers = write_answers(llm, data_dir, limit, tokens)
@@ -171,16 +127,21 @@ def ablate(
     with tempfile.TemporaryDirectory() as folder:
         shared = with_same_prompts(texts, Path(folder))
         for name in todo:
-            variant = VARIANTS[name]
-            config = variant.of(base, shared)
+            config = variant_of(recipe, set_, name)
+            config = replace(config, data=(str(shared[name]),)) if name in TEXTS else config
             if config.data not in data:
                 data[config.data] = read_data(config, target.config.vocab_size, start_head(config, target))
             head, results = run_variant(config, target, data[config.data], answers, name)
             if keep_heads is not None:
                 save_any_head(head, keep_heads / name)
-            about = {"variant": name, "tables": variant.about, "questions": limit, "tokens": tokens}
+            about = {"variant": name, "tables": VARIANTS[name]["tables"], "questions": limit, "tokens": tokens}
             write_record(out / f"{name}.json", {**about, **results}, commit)
             print(name, {budget: round(value, 3) for budget, value in results["mean"].items()}, flush=True)
+
+
+def variant_of(recipe: Path, changes: Sequence[str], name: str) -> TrainConfig:
+    base = () if name.startswith(EAGLE3) else BASE
+    return load_recipe(recipe, (*changes, *base, *VARIANTS[name]["set"]))
 
 
 def with_same_prompts(texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:

@@ -88,7 +88,7 @@ class NoDrafter(Drafter):
 
 @dataclass
 class Drafted:
-    """What a head and n-grams propose below the anchors."""
+    """Proposals of a head and of n-grams below the anchors."""
 
     by_head: Any
     cached_len_B: Tensor

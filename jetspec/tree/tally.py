@@ -1,4 +1,4 @@
-"""What verified trees say about the weights of the choice model.
+"""Evidence of verified trees about the weights of the choice model.
 
 Given that the target chose one of the children that a node has in the tree, the probability of each of them depends
 only on the differences of their log-odds, so on the weights of logits and noise. The sums here are the first and second
@@ -22,7 +22,7 @@ and by the noise."""
 
 
 class Drawn(NamedTuple):
-    """How the choices below the anchors are drawn, and the weights that the draft used."""
+    """Noise of the choices below the anchors, and the weights that the draft used."""
 
     entry_B: Tensor
     """Row of the tally per request; 0 is not tallied."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from benchmarks.load import GIVEN_UP, Load, Part, percentiles, send_load, summarize, times_of
+from benchmarks.load import GIVEN_UP, Load, percentiles, send_load, summarize, times_of
 from benchmarks.servers import Timing
 from jetspec.serve.config import ServeConfig
 from tests.benchmarks.tiny_bench import invoke
@@ -72,23 +71,9 @@ def test_a_server_under_load(tmp_path: Path, rate: float | None) -> None:
     assert all(found["rounds"] == found["tokens"] for found in counts), "budget 1 is plain"
 
 
-def test_parts_of_a_load_are_the_whole(tmp_path: Path) -> None:
-    """Several senders send every request once, at its time, and get the texts that one would get."""
-    with Live(tiny_llm(write_model(tmp_path / "tiny")), ServeConfig(port=0)) as live:
-        load = plan(live.url, requests=7, rate=20.0)
-        whole = asyncio.run(send_load(load, CHATS, None))
-        began = time.perf_counter()
-        parts = [asyncio.run(send_load(load, CHATS, None, part=Part(i, 2, began))) for i in range(2)]
-    assert [len(part) for part in parts] == [4, 3]
-    assert [timing.text for timing in whole[0::2]] == [timing.text for timing in parts[0]]
-    assert [timing.text for timing in whole[1::2]] == [timing.text for timing in parts[1]] and whole[0].text
-    for timing, at in zip(parts[0], load.arrivals()[0::2], strict=True):
-        assert timing.arrived >= began + at
-
-
 def test_late_requests_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with Live(tiny_llm(write_model(tmp_path / "tiny")), ServeConfig(port=0)) as live:
         monkeypatch.setattr(live.llm.engine, "step", list)  # nothing ever becomes visible
-        timings = asyncio.run(send_load(plan(live.url, requests=3, rate=50.0), CHATS, None, part=Part(max_wait_s=0.2)))
+        timings = asyncio.run(send_load(plan(live.url, requests=3, rate=50.0), CHATS, None, max_wait_s=0.2))
         live.wait_for_rest()
     assert [timing.error for timing in timings] == [GIVEN_UP] * 3

@@ -26,7 +26,7 @@ from benchmarks.measure import Bench
 from benchmarks.methods import EngineMethod, Method, Reply, Timed, UnequalConditions, open_method
 from benchmarks.recipe import BenchConfig, MethodConfig
 from benchmarks.results import ROWS_FILE, RUN_FILE
-from benchmarks.rows import KeyedFile, group_key, read_rows
+from benchmarks.rows import RowsFile, read_rows
 from jetspec.engine.llm import LLM
 from jetspec.settings import from_dict
 from tests.benchmarks.tiny_bench import Change, make_bench, meddle, results_of, without_times, write_questions
@@ -179,7 +179,7 @@ def test_a_fresh_run_that_cannot_be_measured_deletes_nothing(folder: Path, llm: 
         with pytest.raises(ValueError):
             make_bench(folder, "kept", llm, methods=[wrong]).run(fresh=True)
     with (
-        closing(KeyedFile(folder / "kept" / ROWS_FILE, group_key)),
+        closing(RowsFile(folder / "kept" / ROWS_FILE)),
         pytest.raises(ValueError, match="another run is writing"),
     ):
         make_bench(folder, "kept", llm).run(fresh=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from benchmarks import pages
 from benchmarks.pages import PAGES, fill, put_between
 from benchmarks.training import VARIANTS
+from tests.benchmarks.run_folders import TASKS, make_run, read_table
 
 ROOT = Path(__file__).parents[2]
 ORIGIN = {
@@ -133,6 +135,18 @@ def test_sampled_text_is_shown_with_and_without_the_choice_model(root: Path) -> 
     said = " ".join(make(root, "sampling", record, "README.md").split())
     places = [said.index(word) for word in ("trees of 16", "1.50", "warm", "1.75", "hot")]
     assert places == sorted(places) and "greedy" not in said
+
+
+def test_records_of_runs_fill_the_tables_of_the_engine(root: Path) -> None:
+    folder = make_run(root / "run", methods=("plain", "transformers", "jetspec-edge"), temperatures=(0.0,))
+    record = json.loads((folder / "results.json").read_text()) | ORIGIN
+    (root / "docs" / "results" / "engine_batches_float32.json").write_text(json.dumps({**record, "dtype": "float32"}))
+    speeds = read_table(make(root, "engine_speed", record, "docs/results/engine.md"))
+    assert {(row["set"], row["budget"]) for row in speeds} == set(product(TASKS, ("plain", "16", "64", "256")))
+    batches = cells(make(root, "engine_batches", record))
+    assert batches.count(["batch", "plain", "16", "64", "256", "best over plain"]) == 2
+    (strict,) = read_table(make(root, "engine_strict", record))
+    assert strict["texts"] == f"{40 * 3 * 3 * 2}" and strict["by more than a tie"] == "0"
 
 
 def test_every_variant_is_compared() -> None:

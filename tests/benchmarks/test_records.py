@@ -1,129 +1,77 @@
-"""One command makes every record of the performance page; limits are kept, broken or not measured according to them."""
+"""The script of the performance page makes every record; limits are kept, broken or not measured according to them."""
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks import engine, records
+from benchmarks import engine
 from benchmarks.pages import PAGES
-from benchmarks.records import NAMES, check_limits, limits
+from benchmarks.records import check_limits, limits
+from benchmarks.run import read_plan, run
 from jetspec.commands.app import app
-from jetspec.record import module_command
 from tests.benchmarks.run_folders import read_table
 from tests.benchmarks.tiny_bench import invoke
 
-HERE = {"cpu": "this CPU", "gpu": "this GPU"}
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "docs" / "results"
+NAMES = sorted({limit.record for limit in limits(RESULTS)})
 
 
-@pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands, which are not run: each leaves a record of this commit, except those of edge terms, which fail."""
-    commands: list[list[str]] = []
-
-    def instead(words: list[str]) -> subprocess.CompletedProcess[str]:
-        commands.append(words[2:])
-        if "head.edge_rank=128" in words:
-            return subprocess.CompletedProcess(words, 1)
-        Path(words[words.index("--out") + 1]).write_text(json.dumps(record_of(words[2:])))
-        return subprocess.CompletedProcess(words, 0)
-
-    monkeypatch.setattr(subprocess, "run", instead)
-    monkeypatch.setattr(records, "current_commit", lambda: "this")
-    monkeypatch.setattr(records, "hardware", lambda: HERE)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    return commands
+def measure(folder: Path, *, fails: str = "", **names: str) -> tuple[int, list[list[str]]]:
+    """Exit status of the script, and its commands: they are not run, and leave a record of this commit each."""
+    (folder / "program").write_text(
+        '#!/bin/bash\nshift; echo "$@" >&3; place="${@: -1}"; [[ $place == *.json ]] || { mkdir -p "$place"; '
+        'place="$place/results.json"; }\n'
+        f'printf \'{{"commit": "%s"}}\' "$(git rev-parse HEAD)" > "$place"; [[ -z "{fails}" || "$*" != *"{fails}"* ]]\n'
+    )
+    program = f"bash {folder / 'program'}"
+    script, env = ROOT / "benchmarks" / "recipes" / "performance.sh", {**os.environ, **names}
+    env |= {"JETSPEC": f"{program} jetspec", "BENCHMARKS": f"{program} benchmarks"}
+    line = f"{shlex.quote(str(script))} DATA {shlex.quote(str(folder / 'out'))} 3> {shlex.quote(str(folder / 'said'))}"
+    status = subprocess.run(["bash", "-c", line], cwd=ROOT, env=env, capture_output=True).returncode
+    return status, [words.split() for words in (folder / "said").read_text().splitlines()]
 
 
-def record_of(words: Sequence[str]) -> dict[str, Any]:
-    device = words[words.index("--device") + 1]
-    return {"commit": "this", "command": module_command(words), "device": device, "hardware": HERE}
-
-
-def test_all_records_of_the_page_and_the_limits_are_made(tmp_path: Path) -> None:
-    shown = set(PAGES["docs/results/engine.md"]) - {"limits"}
-    assert set(records.NAMES) == {limit.record for limit in records.limits(tmp_path)} | shown
-
-
-def test_commands_have_the_options_that_they_are_given(tmp_path: Path) -> None:
-    group: Any = typer.main.get_command(engine.app)
-    single = typer.Typer()
-    single.command()(engine.soak)
-    known: Any = {**group.commands, "soak": typer.main.get_command(single)}
-    for name in records.CHECKS:
-        words = list(records.command(name, tmp_path, tmp_path / "record.json", "cpu"))[1:]
-        command = known[words.pop(1) if words[0] == "engine" else words[0]]
-        options = {option for param in command.params for option in param.opts}
+def test_all_records_of_the_page_and_the_limits_are_made_once(tmp_path: Path) -> None:
+    """By commands that have the options that they are given."""
+    status, commands = measure(tmp_path, DEVICE="cpu")
+    made = {path.stem for path in (tmp_path / "out").glob("*.json")}
+    assert status == 0 and made - {"engine_batches_float32", "engine_strict_float32"} == set(NAMES)
+    assert set(NAMES) == set(PAGES["docs/results/engine.md"]) - {"limits"}
+    for first, *words in commands:
+        if first == "profile":
+            refused = CliRunner().invoke(app, [first, *words, "--set", "profile.rounds=0"])
+            assert refused.exit_code == 2 and "rounds" in refused.output
+            continue
+        single = typer.Typer()
+        single.command()({"run": run, "soak": engine.soak}[first])
+        options = {option for param in typer.main.get_command(single).params for option in param.opts}
         assert {word for word in words if word.startswith("--")} <= options
-    for name in records.PROFILES:
-        _, *words = records.command(name, tmp_path, tmp_path / "record.json", "cpu")
-        refused = CliRunner().invoke(app, [*words, "--rounds", "0"])
-        assert refused.exit_code == 2 and "rounds" in refused.output
+        assert first != "run" or read_plan(ROOT / words[0], {})
+    assert measure(tmp_path) == (0, [])
+    (tmp_path / "out" / "engine_soak.json").write_text('{"commit": "another"}')
+    assert measure(tmp_path, ONLY="engine_strict engine_speed") == (0, [])
+    assert [words[0] for words in measure(tmp_path)[1]] == ["soak"]
 
 
-def test_records_of_this_commit_are_kept(ran: list[list[str]], tmp_path: Path) -> None:
-    names = "engine_soak", "engine_strict", "profile_qwen3_8b"
-    soak, strict, _ = (records.command(name, tmp_path, tmp_path / "elsewhere", "cuda") for name in names)
-    (tmp_path / "engine_soak.json").write_text(json.dumps(record_of(soak)))
-    (tmp_path / "engine_strict.json").write_text(json.dumps(record_of(strict) | {"commit": "another"}))
-    asked = "records", "--data", tmp_path, "--out", tmp_path, *names
-    assert invoke(*asked).exit_code == 0
-    assert [command[:3] for command in ran] == [["benchmarks", "engine", "strict"], ["jetspec", "profile", "--shape"]]
-    assert invoke(*asked).exit_code == 0 and len(ran) == 2
-    (tmp_path / "engine_soak.json").write_text(json.dumps(record_of(soak) | {"holds": False}))
-    done = invoke(*asked)
-    assert done.exit_code == 1 and "engine_soak" in done.stderr
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"command": "python -m benchmarks soak --rounds 80 --out engine_soak.json"},
-        {"unfinished": ["bfloat16"], "holds": False},
-        {"device": "cpu"},
-        {"hardware": {"cpu": "this CPU", "gpu": "another GPU"}},
-        {"commit": "this with changes"},
-    ],
-    ids=str,
-)
-def test_a_record_of_another_command_machine_or_source_is_made_again(
-    ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
-) -> None:
-    monkeypatch.setattr(records, "current_commit", lambda: changes.get("commit", "this"))
-    words = records.command("engine_soak", tmp_path, tmp_path / "engine_soak.json", "cuda")
-    (tmp_path / "engine_soak.json").write_text(json.dumps(record_of(words) | changes))
-    assert invoke("records", "--data", tmp_path, "--out", tmp_path, "engine_soak").exit_code == 0
-    assert ran == [words]
-
-
-def test_without_a_gpu_nothing_is_measured_unless_requested(
-    ran: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    asked = "records", "--data", tmp_path, "--out", tmp_path, "engine_soak", "profile_smollm2"
-    assert invoke(*asked).exit_code == 2 and ran == []
-    assert invoke(*asked, "--device", "cpu").exit_code == 0
-    assert [command[command.index("--device") + 1] for command in ran] == ["cpu", "cpu"]
-
-
-def test_a_failure_does_not_stop_the_others(ran: list[list[str]], tmp_path: Path) -> None:
-    done = invoke("records", "--data", tmp_path, "--out", tmp_path / "new")
-    assert done.exit_code == 1 and "profile_qwen3_8b_edge" in done.stderr and len(ran) == len(records.NAMES)
-    assert invoke("records", "--data", tmp_path, "--out", tmp_path, "x").exit_code == 2
+def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
+    status, commands = measure(tmp_path, fails="edge_rank")
+    assert status == 1 and len(commands) == len(NAMES) + 2
+    refused = invoke("records", "--data", tmp_path, "--out", tmp_path, "engine_soak", "--device", "cpu")
+    assert refused.exit_code == 2 and "ONLY='engine_soak' DEVICE=cpu benchmarks/recipes/performance" in refused.stderr
 
 
 # -- limits
-
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 @pytest.fixture
@@ -161,7 +109,7 @@ def test_published_records_keep_every_limit(published: Path) -> None:
         ("profile_qwen3_8b", "runs.-1.ratio_round", 1.35, 1.36, "1.36"),
         ("profile_qwen3_8b", "runs.0.idle_frac", 0.02, 0.024, "0.024"),
         ("profile_smollm2", "runs.0.idle_frac", 0.02, 0.024, "0.024"),
-        ("engine_speed", "results.bfloat16.best_speedup.gsm8k", 2.5, 2.4, "2.4"),
+        ("engine_speed", "results.bfloat16.runs.0.tokens_per_s", 3600.0, 4000.0, "2.29"),
         ("engine_batches", "results.bfloat16.runs.3.mistakes", 0, 2, "2"),
         ("engine_soak", "results.float32.rounds", 10_000, 9_999, "9,999"),
         ("engine_soak", "results.float32.problems", [], ["a page is lost"], "1"),

@@ -291,13 +291,15 @@ def test_speed_formulas_give_back_what_was_measured(accepted: list[int], speedup
 def test_costs_of_a_profile_stand_beside_the_papers(tmp_path: Path) -> None:
     inputs = read_inputs([make_profile_record(tmp_path / "profile.json", contexts=(256, 1000))])
     # 0.98 ms for 16 tokens beside 5.0 ms; the paper has this context, and not the other.
-    assert [list(row.values()) for row in read(tables.cost_table(inputs[0], beside_paper=True))] == [
+    assert [list(row.values()) for row in read(tables.cost_table(inputs[0].costs, beside_paper=True))] == [
         ["256", "16", "64", "1", "0.980", "5.000", "1.225", "0.837"],
         ["1000", "16", "64", "1", "0.980", "5.000", "1.225", "-"],
     ]
     text, known = build_report(inputs), len(paper_costs()[1])
     assert "Not the paper's settings: it ran on NVIDIA H200, in the paper on H200 NVL." in text
     assert f"{known - 1} of the paper's {known} values are of contexts and depths" in text
+    other = make_profile_record(tmp_path / "other.json", contexts=(512,))
+    assert build_report([*inputs, *read_inputs([other])]).count("## Cost of drafting") == 1
     alone = build_report(inputs, paper=False)
     assert "0.837" not in alone and "paper" not in alone
 

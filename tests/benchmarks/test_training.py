@@ -82,7 +82,7 @@ def test_an_eagle3_recipe_varies_in_its_optimizer_alone(setup: list[str]) -> Non
     recipe.write_text(recipe.read_text().replace(block, eagle3))
     base = load_recipe(recipe)
     assert invoke("ablate", *setup, "--only", "eagle3-adamw-0.002").exit_code == 0
-    made = training.VARIANTS["eagle3-adamw-0.002"].of(base)
+    made = training.variant_of(recipe, (), "eagle3-adamw-0.002")
     assert (made.optimizer.kind, made.optimizer.lr) == ("adamw", 2e-3)
     assert replace(made, optimizer=base.optimizer) == base
     record = json.loads((Path(setup[-1]) / "eagle3-adamw-0.002.json").read_text())
