@@ -29,9 +29,17 @@ def check_texts(engine: Engine, updates: list[Update]) -> None:
             assert table.text_RT[request.row, begin : begin + len(request.tokens)].tolist() == request.tokens
 
 
-@pytest.mark.parametrize("who", ["causal", "edge", "eagle3"])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("config", [{}, {"max_batch": 3, "num_pages": 36, "overlap_rounds": 1}], ids=str)
+PREEMPTED = {"max_batch": 3, "num_pages": 36, "overlap_rounds": 1}
+
+
+@pytest.mark.parametrize(
+    ("who", "sampling", "config"),
+    [
+        *(("causal", GREEDY, {}), ("edge", SEEDED, {}), ("eagle3", GREEDY, {})),
+        *(("causal", SEEDED, PREEMPTED), ("edge", GREEDY, PREEMPTED), ("eagle3", GREEDY, PREEMPTED)),
+    ],
+    ids=str,
+)
 def test_ngrams_do_not_change_the_text(who: str, sampling: SamplingParams, config: dict[str, int]) -> None:
     """Requests of different lengths, some preempted, then the same again, which find their prefixes cached."""
     engine = engine_of(TARGET, who, TREE, EngineConfig(page_size=4, prefill_chunk=5, **config))  # type: ignore[arg-type]

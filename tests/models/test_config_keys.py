@@ -292,6 +292,8 @@ def test_every_key_counts_or_is_refused_by_its_name(name: str, tmp_path: Path) -
     wrong = []
     for path, value in changes(json.loads(text)):
         key = path[-1]
+        if name.startswith("rope_") and path[0] != name.split()[0]:
+            continue  # as in "DFlash"
         value = not flags[key] if key in flags else value
         file.write_text(edited(text, path, value))
         try:

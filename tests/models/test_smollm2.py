@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import gguf
@@ -47,9 +49,13 @@ def target() -> Target:
 
 
 @pytest.fixture(scope="module")
-def reader(target: Target) -> gguf.GGUFReader:
-    """Reader of the gguf package, independent of ours."""
-    return gguf.GGUFReader(target.path)
+def reader(target: Target) -> Iterator[gguf.GGUFReader]:
+    """Reader of the gguf package, independent of ours. transformers would read the file twice, and would look up the
+    names of all tensors for each."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, name, functools.cache(getattr(gguf, name)))
+        yield gguf.GGUFReader(str(target.path))
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +103,7 @@ def test_end_tokens(target: Target) -> None:
     assert {target.tokenizer.token_text(token) for token in target.eos_tokens} == {"<|im_end|>", "<|endoftext|>"}
 
 
+@pytest.mark.usefixtures("reader")
 def test_logits(target: Target) -> None:
     tokens = target.tokenizer.encode_chat(CHATS[2])
     logits, _ = run_decoder(target.decoder, tokens)
