@@ -45,8 +45,19 @@ def interpret_quickly() -> None:
 
 
 def _patch_language_once(interpreter: Any, language: Any) -> None:
-    """Patches the language once, not at every call of a kernel or of a function in one."""
+    """Patches the language once, not at every call of a kernel or of a function in one, and without layers between."""
     scope = SimpleNamespace(restore=lambda: None)
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **named: Any) -> Any:
+            named["_semantic"] = interpreter.interpreter_semantic
+            return function(*args, **named)
+
+        setattr(owner, name, call)
+
+    interpreter._patch_attr = patch_attr
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": language, "core": language.core}))
     interpreter._patch_lang = lambda function: scope
 
@@ -70,7 +81,9 @@ def _cache_shapes(interpreter: Any, language: Any) -> None:
     blocks: dict[tuple[object, ...], dict[str, Any]] = {}
     tensors: dict[str, dict[str, Any]] = {}
     make_block, make_tensor = language.block_type.__init__, language.tensor.__init__
-    broadcast = interpreter.TritonSemantic.broadcast_impl_value
+    semantic = interpreter.TritonSemantic
+    broadcast, convert = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
+    constants: dict[tuple[object, ...], Any] = {}
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         key = (element_ty.name, *shape)
@@ -91,8 +104,24 @@ def _cache_shapes(interpreter: Any, language: Any) -> None:
             return left, right
         return broadcast(self, left, right)
 
+    def convert_unequal(self: Any, left: Any, right: Any, *options: Any, **named: Any) -> tuple[Any, Any]:
+        """Two operands of one type stay. A number beside a tensor is made a tensor once."""
+        if isinstance(left, language.tensor) and left.dtype.name in ("fp32", "int32", "int64"):
+            if isinstance(right, language.tensor):
+                if left.type.name == right.type.name:
+                    return left, right
+            elif isinstance(right, (int, float)):
+                key = (left.type.name, type(right), right, options, *named.items())
+                if key not in constants:
+                    left, filled = convert(self, left, right, *options, **named)
+                    if left.type.name != key[0] or right != right:
+                        return left, filled
+                    constants[key] = filled
+                return left, constants[key]
+        return convert(self, left, right, *options, **named)
+
     language.block_type.__init__, language.tensor.__init__ = init_block, init_tensor
-    interpreter.TritonSemantic.broadcast_impl_value = broadcast_unequal
+    semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl = broadcast_unequal, convert_unequal
 
 
 def _check_overflow_by_numpy(interpreter: Any) -> None:
@@ -172,9 +201,10 @@ class Compiled:
     """Bytes of shared memory of a program."""
 
 
-def compiled(run: Callable[[], object], capability: int = HOPPER) -> list[Compiled]:
-    """Compiles the kernels that `run` launches, for a GPU that is absent. They are not executed, so that tensors may be
-    on the device "meta". A kernel that takes part in dependent launch must wait before its first store."""
+def compiled(run: Callable[[], object], capability: int = HOPPER, only: str | None = None) -> list[Compiled]:
+    """Compiles the kernels that `run` launches, or those of a name, for a GPU that is absent. They are not executed, so
+    that tensors may be on the device "meta". A kernel that takes part in dependent launch must wait before its first
+    store."""
     triton = pytest.importorskip("triton")
     from triton.compiler import ASTSource, make_backend
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -184,6 +214,8 @@ def compiled(run: Callable[[], object], capability: int = HOPPER) -> list[Compil
     backend = make_backend(target)
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if only not in (None, self.fn.__name__):
+            return
         bound, types, _ = create_function_from_signature(self.signature, self.params, backend)(*args, **options)
         parsed, *signature = self._pack_args(backend, options, bound, types, options)
         source = (GluonASTSource if self.is_gluon() else ASTSource)(self, *signature)

@@ -52,7 +52,6 @@ PENALIZED = SamplingParams(max_tokens=2, frequency_penalty=1.5, presence_penalty
     ("who", "sampling"),
     [
         ("none", GREEDY),
-        ("edge", GREEDY),
         ("eagle3", GREEDY),
         ("peagle", GREEDY),
         ("head", SAMPLED),
