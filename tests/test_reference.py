@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,11 @@ def llama() -> HFTarget:
 
 def greedy(target: HFTarget, prompt: list[int], max_tokens: int, eos: int | None = None) -> list[int]:
     """Return the greedy text of transformers."""
+    return transformers_text(target, tuple(prompt), max_tokens, eos).copy()
+
+
+@functools.cache
+def transformers_text(target: HFTarget, prompt: tuple[int, ...], max_tokens: int, eos: int | None) -> list[int]:
     ids, model = torch.tensor([prompt]), cast(Any, target.model)
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=False, eos_token_id=eos)

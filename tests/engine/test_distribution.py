@@ -16,7 +16,7 @@ from jetspec.tree import Acceptance, DraftTree, accept
 from jetspec.types import SamplingParams
 from tests.engine.tiny import make_engine, next_logits, run, tiny_decoder, tiny_head
 
-VOCAB, LENGTH, DRAWS = 4, 3, 8_000
+VOCAB, LENGTH, DRAWS = 4, 3, 4_000
 PROMPT = [1, 3, 0, 2]
 TARGET = tiny_decoder(vocab=VOCAB, layers=2, spread=0.25)
 

@@ -40,8 +40,8 @@ def truth(sampling: SamplingParams) -> dict[tuple[int, ...], list[int]]:
 
 @pytest.mark.parametrize(
     ("budget", "batch", "sampling"),
-    [(2, 6, SAMPLED), (8, 1, GREEDY), (40, 6, GREEDY), (40, 6, SAMPLED)],
-    ids=["2 nodes, sampled", "one request, greedy", "40 nodes, greedy", "40 nodes, sampled"],
+    [(2, 6, GREEDY), (8, 1, GREEDY), (40, 6, SAMPLED)],
+    ids=["2 nodes, greedy", "one request, greedy", "40 nodes, sampled"],
 )
 @pytest.mark.parametrize("who", ["ngram", "head", "bidirectional", "edge", "eagle3", "eagle3_few_tokens"])
 def test_output_equals_plain_decoding(who: str, budget: int, batch: int, sampling: SamplingParams) -> None:
@@ -62,7 +62,7 @@ def test_nan_drafts_do_not_change_the_output(who: str) -> None:
     assert all(c.stats.ngram_tokens == sum(c.stats.accepted_lengths) for c in done)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     page_size=st.integers(1, 9),
     chunk=st.integers(1, 12),
@@ -149,8 +149,7 @@ def test_statistics_are_consistent() -> None:
         assert stats.decode_s > 0
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("who", ["ngram", "head"])
+@pytest.mark.parametrize(("who", "sampling"), [("ngram", SAMPLED), ("head", GREEDY)], ids=["ngram", "head"])
 def test_tree_limits_apply_per_request(who: str, sampling: SamplingParams) -> None:
     """Alone and in a mixed batch, trees stay within their limits and the text is the same."""
     limits = [None, TreeLimits(1, 4), TreeLimits(5, 4), TreeLimits(40, 1), TreeLimits(1, 1), TreeLimits(12, 2)]
@@ -283,8 +282,7 @@ def test_ngram_rounds_of_the_anchor_alone_may_overlap() -> None:
     assert [c.token_ids for c in run(plain, PROMPTS, GREEDY)] == TRUTH[GREEDY]
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("overlap_rounds", [1, 2])
+@pytest.mark.parametrize(("overlap_rounds", "sampling"), [(1, GREEDY), (2, SAMPLED)], ids=["1, greedy", "2, sampled"])
 @pytest.mark.parametrize("who", ["none", "head"])
 def test_overlapping_rounds_do_not_change_the_output(who: str, overlap_rounds: int, sampling: SamplingParams) -> None:
     """Requests end, join and are preempted while a round is in flight; the text is the same."""

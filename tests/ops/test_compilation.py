@@ -32,7 +32,7 @@ from jetspec.tree import (
     walk,
 )
 from jetspec.types import BatchLayout, ChoiceModel, EdgeFactors, KVPages, RowSampling, SamplingParams, TreeBatch
-from tests.kernels import Compiled, compiled
+from tests.kernels import compiled
 from tests.ops.test_topk_logprob import random_choice
 
 BF16, FP32 = torch.bfloat16, torch.float32
