@@ -147,8 +147,8 @@ class EchoHead(DraftHead):
 def test_greedy_text_is_the_targets_own(tree: str, head: str, target: HFTarget) -> None:
     text = greedy(target, PROMPT, 40)
     assert len(set(text)) >= 8
-    tokens, accepted = generate_reference(target, random_head(HEADS[head]), PROMPT, 24, TREES[tree])
-    assert tokens == text[:24] and len(tokens) == len(accepted) + sum(accepted)
+    tokens, accepted = generate_reference(target, random_head(HEADS[head]), PROMPT, 16, TREES[tree])
+    assert tokens == text[:16] and len(tokens) == len(accepted) + sum(accepted)
 
 
 @pytest.mark.parametrize("name", ["chain", "tree", "paper"])
@@ -199,10 +199,10 @@ def test_seed_fixes_the_text_whatever_the_tree(filters: dict[str, float], llama:
     texts = set()
     for seed in (11, 12):
         sampling = SamplingParams(temperature=1.3, seed=seed, **filters)  # type: ignore[arg-type]
-        plain, _ = generate_reference(llama, None, PROMPT, 20, TREES["plain"], sampling)
+        plain, _ = generate_reference(llama, None, PROMPT, 12, TREES["plain"], sampling)
         texts.add(tuple(plain))
         for config, tree in ((HEAD, "chain"), (HEAD, "tree"), (HEADS["edge"], "tree"), (HEADS["edge"], "paper")):
-            tokens, _ = generate_reference(llama, random_head(config), PROMPT, 20, TREES[tree], sampling)
+            tokens, _ = generate_reference(llama, random_head(config), PROMPT, 12, TREES[tree], sampling)
             assert tokens == plain
     assert len(texts) == 2, "seeds differ"
 

@@ -50,7 +50,9 @@ def test_truncated_file_is_completed_to_the_same_rows(
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     job.write(whole, 3)
     content = whole.read_bytes()
-    for size in range(len(content) + 1):
+    ends = [at + 1 for at, byte in enumerate(content) if byte == ord("\n")]
+    near = {end + step for end in (0, *ends) for step in (-2, -1, 0, 1, 2)}
+    for size in sorted({*range(0, len(content), 29), *near} & set(range(len(content) + 1))):
         out.write_bytes(content[:size])
         tally = job.write(out, 3)
         assert tally.already == content[:size].count(b"\n")

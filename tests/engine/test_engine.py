@@ -93,11 +93,12 @@ def test_output_does_not_depend_on_the_memory_layout(
 
 @pytest.mark.parametrize("who", ["none", "edge", "eagle3", "peagle"])
 def test_prefix_hits_reduce_prefill_only(who: str) -> None:
+    sampling = SamplingParams(max_tokens=8)
     shared = [7, 8, 9, 10] * 5
     prompts = [[*shared, 1, 2], [*shared, 3], shared, [*shared, 1, 2, 4]]
     engine = engine_of(TARGET, who, config=EngineConfig(page_size=4, max_batch=1))
     cold = engine_of(TARGET, who, config=EngineConfig(page_size=4, max_batch=1, prefix_cache=False))
-    warm_done, cold_done = run(engine, prompts, GREEDY), run(cold, prompts, GREEDY)
+    warm_done, cold_done = run(engine, prompts, sampling), run(cold, prompts, sampling)
     assert [c.token_ids for c in warm_done] == [c.token_ids for c in cold_done]
     assert [c.stats.accepted_lengths for c in warm_done] == [c.stats.accepted_lengths for c in cold_done]
     assert [c.stats.cached_tokens for c in warm_done] == [0, 20, 16, 20]

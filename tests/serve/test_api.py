@@ -46,10 +46,10 @@ def test_completions_are_those_of_the_engine(live: Live, alone: LLM, options: di
     """Whole and streamed, for every prompt; completions of one prompt have consecutive seeds."""
     params, count = {name: value for name, value in options.items() if name != "n"}, options.get("n", 1)
     seeds = [options["seed"] + i if "seed" in options else None for i in range(count)]
-    settings = [SamplingParams(**{**params, "max_tokens": 30, "seed": seed}) for seed in seeds]
+    settings = [SamplingParams(**{**params, "max_tokens": 16, "seed": seed}) for seed in seeds]
     expected = [alone.generate(prompt, sampling)[0] for prompt in PROMPTS for sampling in settings]
     assert len({done.text for done in expected}) == (1 if "logit_bias" in options else len(expected))
-    body = {"prompt": PROMPTS, "max_tokens": 30, "temperature": 0, **options}
+    body = {"prompt": PROMPTS, "max_tokens": 16, "temperature": 0, **options}
     whole = live.post(**body).json()
     TextCompletion.model_validate(whole)
     stats = [done.stats for done in expected]

@@ -328,7 +328,7 @@ def test_choice_model_is_fitted_stored_and_compared(
 ) -> None:
     folder = tmp_path / "head"
     folder.mkdir()
-    monkeypatch.setattr("jetspec.commands.eval_head.SAMPLED_TOKENS", 12)
+    monkeypatch.setattr("jetspec.commands.eval_head.SAMPLED_TOKENS", 6)
     monkeypatch.setattr("jetspec.train.choices.SETTINGS", SETTINGS[:2])
     words = ("--tasks", "quiz", "--budgets", "16", "--no-real", "--choices")
     result = command(data_dir, "--head", str(folder), *words, "fit", "--json")

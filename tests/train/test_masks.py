@@ -23,7 +23,7 @@ from tests.train.tiny_run import packed
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VOCAB = 50
-COMPILATIONS = {"causal": 2, "causal windows": 4, "bidirectional windows": 4, "eagle3": 1}
+COMPILATIONS = {"causal windows": 4, "bidirectional windows": 4, "eagle3": 1}
 """Kinds of heads, and most compilations of their layers: all layers of one window and all batches share one."""
 
 
