@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,10 @@ def sources(packages: tuple[str, ...] = PACKAGES) -> list[Path]:
     return [file for package in packages for file in sorted((ROOT / package).rglob("*.py"))]
 
 
-def docstrings(file: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def docstrings(file: Path) -> list[tuple[int, str]]:
     """Line and text of every docstring, strings below attributes included."""
+    found = []
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         body = getattr(node, "body", None)
         for item in body if isinstance(body, list) else ():
@@ -43,18 +46,18 @@ def docstrings(file: Path) -> Iterator[tuple[int, str]]:
                 and isinstance(item.value, ast.Constant)
                 and isinstance(item.value.value, str)
             ):
-                yield item.lineno, item.value.value
+                found.append((item.lineno, item.value.value))
+    return found
 
 
-def prose(file: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def prose(file: Path) -> list[tuple[int, str]]:
     """Line and text of every docstring and comment."""
-    yield from docstrings(file)
-    for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+    tokens = tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline)
+    return [*docstrings(file), *((token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT)]
 
 
-def found(pattern: re.Pattern[str], texts: Iterator[tuple[int, str]], file: Path) -> list[str]:
+def found(pattern: re.Pattern[str], texts: Iterable[tuple[int, str]], file: Path) -> list[str]:
     place = file.relative_to(ROOT)
     return [f"{place}:{line}: {match[0]}" for line, text in texts for match in pattern.finditer(text)]
 

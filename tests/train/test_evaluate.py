@@ -41,7 +41,7 @@ from tests.engine.tiny import VOCAB, make_engine, plain, run, tiny_decoder, tiny
 from tests.models.paged import run_decoder
 from tests.train.test_blocks import decoded_states
 
-BUDGETS = ("chain", "2", "7", "40")
+BUDGETS = ("chain", "3", "40")
 PROMPTS = [[5], [7, 11, 3], [9, 9, 30, 2, 17, 8], [4, 40, 22, 13]]
 LENGTHS = (1, 9, 24, 25)
 TRAINING_STEPS = 12

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch._dynamo.utils import counters
 from torch.multiprocessing.spawn import spawn
 
 from jetspec.commands.train import asks_of, show_time, train_recipe
@@ -171,6 +170,8 @@ def test_files_may_be_repeated(answers: Path, tmp_path: Path) -> None:
 
 
 def test_validation_compiles_nothing_new(answers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters  # here, as other tests start processes that import this module
+
     compile_layer = torch.nn.Module.compile
     monkeypatch.setattr(
         torch.nn.Module, "compile", lambda layer, **options: compile_layer(layer, backend="eager", **options)
