@@ -90,7 +90,7 @@ def recipe(answers: Path, out: Path, **changes: Any) -> TrainConfig:
 def finished(answers: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Metrics, Path]:
     """A trainer after its run, its metrics before, and its folder."""
     out = tmp_path_factory.mktemp("run")
-    trainer = make_trainer(recipe(answers, out, steps=60), TARGET)
+    trainer = make_trainer(recipe(answers, out, steps=60, save_every=60, validate_every=30), TARGET)
     before = trainer.validate()
     trainer.run()
     return trainer, before, out

@@ -50,7 +50,8 @@ NO_REPORTS = '[1]\n"step"\nnull\n{}\n{"kind": "train", "step": "1"}\n'
 
 def test_training_raises_accepted_tokens(tmp_path: Path) -> None:
     answers = write_answers(tmp_path / "answers.jsonl", 120)
-    trainer = make_trainer(recipe(answers, tmp_path, steps=60, validation_rows=4), TARGET)
+    once: dict[str, Any] = {"steps": 60, "save_every": 60, "validate_every": 30}
+    trainer = make_trainer(recipe(answers, tmp_path, **once, validation_rows=4), TARGET)
     before = trainer.validate()
     trainer.run()
     after = trainer.validate()
@@ -506,7 +507,8 @@ LEARNING: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_every_kind_of_head_and_loss_learns(answers: Path, tmp_path: Path, name: str) -> None:
     """Every weight changes, the loss falls, and the written head drafts the target's text."""
     shape, loss = LEARNING[name]
-    config = recipe(answers, tmp_path, head=replace(SHAPE, **shape), loss=LossConfig(**loss), steps=40)
+    once: dict[str, Any] = {"steps": 40, "save_every": 40, "validate_every": 40}
+    config = recipe(answers, tmp_path, head=replace(SHAPE, **shape), loss=LossConfig(**loss), **once)
     trainer = make_trainer(config, TARGET)
     start, before = weights(trainer), trainer.validate().loss
     trainer.run()
