@@ -44,7 +44,7 @@ class ChoiceWeights(Collector):
         )
         choices = GaugeMetricFamily("jetspec:choices", "Choices that refined these weights.", labels=setting)
         for row in self.table.report():
-            labels = [f"{row[name]:g}" for name in setting]
+            labels = [repr(row[name]) for name in setting]  # rounded ones could be equal
             choices.add_metric(labels, row["choices"])
             for depth, values in enumerate(row["depths"], 1):
                 for name, value in zip(Weights._fields, values, strict=True):

@@ -320,13 +320,14 @@ def test_metrics_show_how_sampled_text_is_drafted() -> None:
     table = ChoiceTable(ChoiceFits((Fit(1.0, depths=(Weights(2.0, 0.5),)),)), 0.8, torch.zeros(1, dtype=torch.int64), 2)
     registry = CollectorRegistry()
     registry.register(ChoiceWeights(table))
-    for sampling in (SamplingParams(), SamplingParams(1.0, top_p=0.9)):
+    for sampling in (SamplingParams(), SamplingParams(1.0, top_p=0.9), SamplingParams(1.0 + 1e-9, top_p=0.9)):
         table.enter(0, sampling)
     table.flush()
     page = text_string_to_metric_families(generate_latest(registry).decode())
-    found = {(s.labels["depth"], s.labels["weight"]): s for f in page if f.name.endswith("weight") for s in f.samples}
-    assert found["1", "temperature"].labels.items() >= {"temperature": "1", "top_p": "0.9"}.items()
-    assert [found[depth, "noise"].value for depth in "12"] == [0.5, 0.5] and len(found) == 6
+    found = {tuple(s.labels.items()): s for f in page if f.name.endswith("weight") for s in f.samples}
+    of_one = [s for s in found.values() if s.labels["temperature"] == "1.0" and s.labels["top_p"] == "0.9"]
+    assert [s.value for s in of_one if s.labels["weight"] == "noise"] == [0.5, 0.5]
+    assert len(found) == 2 * len(of_one) == 12
 
 
 def test_metrics_tell_sampled_from_greedy_rounds(live: Live) -> None:
